@@ -146,4 +146,4 @@ def format_not_built(command: str, fmt: str) -> CommandError:
 def _printable(raw: bytes, limit: int) -> str:
     """At most `limit` bytes up to the first NUL, as C's %.*s; a line break cannot end the error line early."""
     text = bytes(raw[:limit]).split(b"\0", 1)[0]
-    return text.replace(b"\r", b" ").replace(b"\n", b" ").decode("latin-1")
+    return text.replace(b"\r", b" ").replace(b"\n", b" ").decode("utf-8", "surrogateescape")

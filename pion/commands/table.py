@@ -1,4 +1,4 @@
-"""The declarative command table: one record per command, from which COMMAND, COMMAND DOCS, HELP and ACL categories come.
+"""The declarative command table: one record per command; COMMAND, COMMAND DOCS, HELP and ACL categories come from it.
 
 A family module registers its handlers at import:
 
@@ -202,7 +202,9 @@ def _implied_categories(record: Command) -> frozenset[str]:
     """The ACL categories Redis derives from flags and group."""
     flags = record.flags
     out = {"fast" if "fast" in flags else "slow"}
-    out |= {name for flag, name in (("write", "write"), ("readonly", "read"), ("blocking", "blocking")) if flag in flags}
+    out |= {
+        name for flag, name in (("write", "write"), ("readonly", "read"), ("blocking", "blocking")) if flag in flags
+    }
     if "admin" in flags:
         out |= {"admin", "dangerous"}
     if "pubsub" in flags:
