@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import trio
-from tests.support.peers import package
 
 from pion.testing import Server
+from tests.support.peers import package
 
 from .conftest import PASSWORD
 

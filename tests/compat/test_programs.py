@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from tests.support.peers import program
 
 from pion.testing import Server
+from tests.support.peers import program
 
 pytestmark = pytest.mark.compat
 
