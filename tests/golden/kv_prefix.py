@@ -66,8 +66,8 @@ CASES = [
         (cmd("KV.PREFIX.REGISTER e1 0 fp16"), "ERR kv_dim out of range"),
         (cmd("KV.PREFIX.REGISTER e1 8193 fp16"), "ERR kv_dim out of range"),
         (cmd("KV.PREFIX.REGISTER e1 4 FP99"), f"ERR KV.PREFIX.REGISTER: unknown vquant 'FP99' {WANT}"),
-        (cmd("KV.PREFIX.REGISTER e1 64 turbo4"), f"ERR KV.PREFIX.REGISTER: vquant 'turbo4' {BUILT}"),
-        (cmd("KV.PREFIX.REGISTER e1 64 MLX4G32"), f"ERR KV.PREFIX.REGISTER: vquant 'mlx4g32' {BUILT}"),
+        (cmd("KV.PREFIX.REGISTER e1 64 turbo4"), f"ERR KV.PREFIX.REGISTER: VQUANT 'turbo4' {BUILT}"),
+        (cmd("KV.PREFIX.REGISTER e1 64 MLX4G32"), f"ERR KV.PREFIX.REGISTER: VQUANT 'mlx4g32' {BUILT}"),
         (cmd("KV.PREFIX.REGISTER e1 4 fp16 BLOCKS"), "ERR BLOCKS requires: block_size hash_count hash_blob"),
         (cmd("KV.PREFIX.REGISTER e1 4 fp16 BLOCKS 64 1"), "ERR BLOCKS requires: block_size hash_count hash_blob"),
         (cmd("KV.PREFIX.REGISTER e1 4 fp16 BLOCKS 0 1 %", u64s(1)), "ERR BLOCKS block_size out of range (1..8192)"),
@@ -91,7 +91,10 @@ CASES = [
         ),
         (cmd("KV.PREFIX.LOOKUP e2"), MISS),
         (cmd("V.INFO e2_pk"), err("ERR session not found")),
-        (cmd("KV.PREFIX.REGISTER e2 4 fp16 ROWS 1 NOPE"), re.compile(rb"-ERR KV\.PREFIX\.REGISTER unknown option[^\r\n]*\r\n")),
+        (
+            cmd("KV.PREFIX.REGISTER e2 4 fp16 ROWS 1 NOPE"),
+            re.compile(rb"-ERR KV\.PREFIX\.REGISTER unknown option[^\r\n]*\r\n"),
+        ),
         (cmd("KV.PREFIX.LOOKUP e2"), MISS),
     ),
     # design §6 --------------------------------------------------------------------------------------------

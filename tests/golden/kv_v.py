@@ -32,7 +32,9 @@ def bf16(*values: float) -> bytes:
     return b"".join(BF16[v] for v in values)
 
 
-CREATE_ARGS = "ERR V.CREATE requires: session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
+CREATE_ARGS = (
+    "ERR V.CREATE requires: session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
+)
 STORE_ARGS = "ERR V.STOREBATCH requires: session_id layer_id start_id count values_blob"
 STORE_OPTION = "ERR V.STOREBATCH: unknown option (expected FMT F16)"
 NOT_INT = "ERR value is not an integer or out of range"
