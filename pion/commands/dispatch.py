@@ -1,0 +1,274 @@
+"""From a parsed command to a reply value: login gate, table lookup, memory gate, pause, errors, accounting."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from pion import errors
+from pion.auth import Authenticator
+from pion.commands import table
+from pion.commands.state import CommandStats, ServerState
+from pion.errors import AuthenticationError, CommandError, OutOfMemoryError
+from pion.wire.resp import Err, Raw
+
+log = logging.getLogger("pion.commands")
+
+NO_REPLY = Raw(b"")
+_INTERNAL = Err(errors.INTERNAL)
+
+
+class Context:
+    """What a handler may touch. One per connection; cheap to pass.
+
+    Attributes:
+        engine: the `Engine` (or anything with a `keyspace` for the ordinary commands).
+        conn: the connection the command came from.
+        plane: the network plane, None in tests and for embedded use.
+        options: `pion.config.Options`.
+        server: `ServerState`.
+        auth: `Authenticator`.
+    """
+
+    __slots__ = ("auth", "conn", "engine", "options", "plane", "server")
+
+    def __init__(
+        self, engine: Any, conn: Any, plane: Any, options: Any, server: ServerState, auth: Authenticator
+    ) -> None:
+        self.engine = engine
+        self.conn = conn
+        self.plane = plane
+        self.options = options
+        self.server = server
+        self.auth = auth
+
+    @property
+    def ks(self) -> Any:
+        """The ordinary keyspace."""
+        return self.engine.keyspace
+
+    @property
+    def db(self) -> int:
+        """The database this connection selected."""
+        return int(self.conn.db)
+
+    def now_ms(self) -> int:
+        """Unix time in milliseconds, as TTLs count."""
+        return time.time_ns() // 1_000_000
+
+    async def in_thread(self, fn: Any, *args: Any) -> Any:
+        """Runs a blocking call without holding up other connections."""
+        return await self.server.to_thread(fn, *args)
+
+
+class Dispatcher:
+    """Callable `(conn, argv) -> value | coroutine`; the plane's handler.
+
+    A coroutine never raises `CommandError`: it ends with a reply value like a plain call.
+
+    Args:
+        engine: passed through to the handlers.
+        options: `pion.config.Options` or None.
+        auth: users; None = open.
+        server: counters and hooks; None = a fresh `ServerState`.
+    """
+
+    def __init__(
+        self, engine: Any, options: Any = None, auth: Authenticator | None = None, server: ServerState | None = None
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.auth = auth or Authenticator()
+        self.server = server or ServerState()
+        self.server.engine = engine
+        self._plane: Any = None
+        self._fast_ids: dict[str, int] = {}
+
+    @property
+    def plane(self) -> Any:
+        """The plane this dispatcher answers for; set it once both exist."""
+        return self._plane
+
+    @plane.setter
+    def plane(self, plane: Any) -> None:
+        from pion._core import plane as core
+
+        self._plane = self.server.plane = plane
+        self._fast_ids = {
+            record.name: getattr(core, f"FAST_{record.fast}") for record in table.fast_commands() if record.fast
+        }
+
+    @staticmethod
+    def fast_table() -> list[tuple[int, bytes, int, int]]:
+        """`(id, name, arity, flags)` of every fast command, for the plane's constructor."""
+        from pion._core import plane as core
+
+        return [
+            (
+                getattr(core, f"FAST_{record.fast}"),
+                record.name.encode(),
+                record.arity,
+                (core.FLAG_WRITE if record.write else 0) | (core.FLAG_DENYOOM if record.denyoom else 0),
+            )
+            for record in table.fast_commands()
+        ]
+
+    # --- connections -----------------------------------------------------------------------------------------------
+
+    def connected(self, conn: Any) -> None:
+        """A new connection: without a configured password it is logged in at once."""
+        if self.auth.open:
+            conn.user = self.auth.default
+            conn.authenticated = True
+
+    def context(self, conn: Any) -> Context:
+        """The connection's context, made on first use."""
+        ctx = conn.data.get("context")
+        if ctx is None:
+            ctx = conn.data["context"] = Context(self.engine, conn, self._plane, self.options, self.server, self.auth)
+        return ctx  # type: ignore[no-any-return]
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def __call__(self, conn: Any, argv: list[Any]) -> Any:
+        """Runs one command.
+
+        Returns:
+            A reply value, or a coroutine that returns one (to be awaited by the network layer).
+        """
+        try:
+            record = self._admit(conn, argv)
+        except CommandError as error:
+            self._rejected(argv, error)
+            return self._reply(conn, _refusal(error), None)
+        if self.server.holds(record.write) and record.name != "client|unpause":
+            return self._held(conn, record, argv)
+        return self._execute(conn, record, argv)
+
+    def stream_open(self, conn: Any, argv: list[bytes], nbytes: int) -> Any:
+        """The plane meets a large argument: returns the Sink its bytes go to, or None to collect them as usual.
+
+        A command that is refused already here gets a Sink that discards; its `refused` holds the error, answered when
+        the command is complete.
+        """
+        from pion._core.stream import Sink
+
+        record = table.COMMANDS.get(bytes(argv[0]).lower())
+        if record is None or record.open_stream is None or record.stream_arg != len(argv):
+            return None
+        try:
+            self._gate(conn, record)
+            return record.open_stream(self.context(conn), argv, nbytes)
+        except CommandError as error:
+            sink = Sink(None, 0, nbytes)
+            sink.refused = error
+            return sink
+
+    def _admit(self, conn: Any, argv: list[Any]) -> table.Command:
+        """The record of a command that may run now.
+
+        Raises:
+            CommandError: not logged in, unknown, wrong number of arguments or out of memory.
+        """
+        if not conn.authenticated:
+            # Before the login even the command's existence is not told.
+            record = table.COMMANDS.get(bytes(argv[0]).lower())
+            if record is None or not record.no_auth:
+                raise AuthenticationError(errors.NOAUTH)
+        record = table.find(argv)
+        self._gate(conn, record)
+        return record
+
+    def _gate(self, conn: Any, record: table.Command) -> None:
+        if not conn.authenticated and not record.no_auth:
+            raise AuthenticationError(errors.NOAUTH)
+        if record.denyoom and self.server.maxmemory and self.server.over_memory():
+            raise OutOfMemoryError
+
+    def _execute(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
+        started = time.perf_counter_ns()
+        try:
+            if record.stream_arg is not None and len(argv) > record.stream_arg:
+                refused = getattr(argv[record.stream_arg], "refused", None)
+                if refused is not None:
+                    raise refused
+            if self._plane is not None and record.fast is not None:
+                raw = self._plane.exec_fast(conn, self._fast_ids[record.name], argv)
+                if raw is not None:
+                    return self._done(conn, record, argv, started, Raw(raw))
+            value = record.handler(self.context(conn), argv)
+        except CommandError as error:
+            value = _refusal(error)
+        except Exception:
+            log.exception("%s failed", record.name)
+            value = _INTERNAL
+        if inspect.iscoroutine(value):
+            return self._await(conn, record, argv, started, value)
+        return self._done(conn, record, argv, started, value)
+
+    async def _await(
+        self, conn: Any, record: table.Command, argv: list[Any], started: int, pending: Coroutine[Any, Any, Any]
+    ) -> Any:
+        try:
+            value = await pending
+        except CommandError as error:
+            value = _refusal(error)
+        except Exception:
+            log.exception("%s failed", record.name)
+            value = _INTERNAL
+        return self._done(conn, record, argv, started, value)
+
+    async def _held(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
+        """Waits for the end of CLIENT PAUSE, then runs."""
+        while self.server.holds(record.write):
+            await self.server.wait_unpaused()
+        value = self._execute(conn, record, argv)
+        return await value if inspect.iscoroutine(value) else value
+
+    def _done(self, conn: Any, record: table.Command, argv: list[Any], started: int, value: Any) -> Any:
+        usec = (time.perf_counter_ns() - started) // 1000
+        server = self.server
+        server.commands_processed += 1
+        stats = server.commands.get(record.name)
+        if stats is None:
+            stats = server.commands[record.name] = CommandStats()
+        stats.calls += 1
+        stats.usec += usec
+        if type(value) is Err:
+            stats.failed += 1
+            self._count_error(value)
+        if 0 <= server.slowlog.threshold_us <= usec and "skip_slowlog" not in record.flags:
+            server.slowlog.note(argv, usec, conn.peer, conn.name or "")
+        return self._reply(conn, value, record)
+
+    def _rejected(self, argv: list[Any], error: CommandError) -> None:
+        record = table.COMMANDS.get(bytes(argv[0]).lower())
+        if record is not None:
+            self.server.commands.setdefault(record.name, CommandStats()).rejected += 1
+        self.server.error_counts[error.code] = self.server.error_counts.get(error.code, 0) + 1
+
+    def _count_error(self, value: Any) -> None:
+        code = value.value.split(b" ", 1)[0].decode("latin-1")
+        self.server.error_counts[code] = self.server.error_counts.get(code, 0) + 1
+
+    @staticmethod
+    def _reply(conn: Any, value: Any, record: table.Command | None) -> Any:
+        """Applies CLIENT REPLY: OFF drops every reply, SKIP the next one."""
+        mode = conn.data.get("reply")
+        if mode is None:
+            return value
+        if mode == "skip-next" and record is not None and record.name == "client|reply":
+            conn.data["reply"] = "skip"
+            return NO_REPLY
+        if mode == "skip":
+            conn.data["reply"] = None
+            conn.fast = True
+        return NO_REPLY
+
+
+def _refusal(error: CommandError) -> Any:
+    """The error reply; bytes of the request that were quoted in it go back as they came."""
+    return Err(str(error).encode("utf-8", "surrogateescape"))

@@ -1,0 +1,89 @@
+"""Every cap of the server and the client, once, each with its reason. No imports.
+
+Sizes are bytes and times are seconds unless the name says otherwise.
+"""
+
+from typing import Final
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+# --- server ------------------------------------------------------------------------------------------------------
+DEFAULT_PORT: Final = 1974  # the port of the seeds
+DATABASES: Final = 16  # Redis's default; SELECT refuses the rest
+INTERNAL_DB: Final = 16  # block tables of prefixes, for the fast membership probe; no client can SELECT it
+DEFAULT_MAXCLIENTS: Final = 10_000  # Redis's default; LMCache alone opens pools of 150
+DEFAULT_WORKERS: Final = 2  # mover threads
+MAX_WORKERS: Final = 64
+PASSWORD_MAX: Final = 511  # the seeds' limit
+SLOWLOG_MAX_LEN: Final = 128  # Redis's default ring
+SLOWLOG_SLOWER_THAN_US: Final = 10_000  # Redis's default threshold
+SLOWLOG_MAX_ARGC: Final = 32  # Redis keeps 32 arguments of 128 bytes per entry
+SLOWLOG_MAX_STRING: Final = 128
+
+# --- requests (Redis's own parser limits; case A3: memory follows bytes received) ---------------------------------
+MAX_BULK: Final = 512 * MIB
+MAX_ARGS: Final = 1024 * 1024
+MAX_INLINE: Final = 64 * KIB
+PREAUTH_MAX_ARGS: Final = 10  # AUTH and HELLO need fewer; Redis uses the same two bounds
+PREAUTH_MAX_BULK: Final = 16 * KIB
+PREAUTH_MAX_OUTPUT: Final = 64 * KIB  # case A4: a client that never logs in and never reads
+QUERY_BUFFER: Final = 1 * GIB  # one half-read command, streamed arguments excepted
+QUERY_BUFFER_TOTAL: Final = 4 * GIB  # all half-read commands together
+STREAM_MIN: Final = 256 * KIB  # a V.STOREBATCH body from this size on goes straight to its file
+STRING_MAX: Final = 512 * MIB  # Redis's proto-max-bulk-len bounds APPEND and SETRANGE too
+
+# --- replies ------------------------------------------------------------------------------------------------------
+MAX_OUTPUT: Final = 64 * MIB  # bytes in memory queued for one connection before it is no longer read
+MAX_OUTPUT_SLOTS: Final = 65_536
+SEND_TIMEOUT: Final = 60.0  # without progress while output is pending; published clients use 60 to 120 s
+OUTPUT_TOTAL: Final = 1 * GIB  # all connections together
+
+# --- V-store and prefixes (wire.md §1, §2, §4) ---------------------------------------------------------------------
+MAX_LAYERS: Final = 80
+MAX_ROWS: Final = 200_000
+MAX_DIM: Final = 8192
+MAX_NAMESPACE: Final = 200
+MAX_SID: Final = 4096  # the original's snapshot loader accepts as much
+MAX_SNAPSHOTS: Final = 16
+MAX_SCHEMA_LAYERS: Final = 59  # a 64-token frame of the original
+MAX_FETCH_IDS: Final = 1024
+MAX_BLOCK_HASHES: Final = 1_048_576
+MAX_BLOCK_SIZE: Final = 8192
+MAX_PREFILL_MS: Final = 86_400_000  # one day
+PREFILL_US_PER_TOKEN: Final = 555  # the seeds' estimate for a hit without a measured PREFILL_MS
+MEMBERSHIP_INLINE: Final = 16_384  # more hashes than this go to a mover: about 80 µs of plane time
+DEFAULT_MAX_SESSIONS: Final = 65_536
+DEFAULT_MAX_BYTES_SHARE: Final = 0.8  # of the free disk at start
+COMPACT_EXTENTS: Final = 64  # per layer and side
+COMPACT_DEAD_SHARE: Final = 0.25
+
+# --- formats: the code is a byte on disk and never changes ---------------------------------------------------------
+FORMATS: Final[dict[str, int]] = {
+    "int8": 0,
+    "turbo4": 1,
+    "fp16": 2,
+    "turbo3": 3,
+    "turbo2": 4,
+    "fp8": 5,
+    "bf16_rope_fp8_body": 6,
+    "mlx4g32": 7,
+    "fp32": 8,
+    "bf16": 9,
+}
+FORMAT_NAMES: Final[dict[int, str]] = {code: name for name, code in FORMATS.items()}
+BUILT_FORMATS: Final = ("int8", "fp16", "bf16", "fp32")
+INT8_GROUP: Final = 32
+FP16_MAX: Final = 65504.0
+
+
+def row_bytes(code: int, dim: int) -> int:
+    """Bytes of one stored row of `dim` values in the format `code` (built formats only; KeyError otherwise)."""
+    if code == 8:
+        return 4 * dim
+    if code in (2, 9):
+        return 2 * dim
+    if code == 0:
+        return dim + 4 * ((dim + INT8_GROUP - 1) // INT8_GROUP)
+    raise KeyError(code)
