@@ -137,7 +137,7 @@ def number(value: float | None) -> str:
         return "-"
     if value == 0 or not math.isfinite(value):
         return str(value)
-    digits = max(0, 3 - int(math.floor(math.log10(abs(value)))))
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
     return f"{value:,.{min(digits, 4)}f}"
 
 
