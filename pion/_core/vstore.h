@@ -279,6 +279,32 @@ static inline int vs_recode(int from, uint64_t at, fr_header *h, const uint8_t *
     return FR_OK;
 }
 
+/* Turn `rows` rows that stand at `at` in format `from` into format `to`, in place; the region holds the longer of the
+ * two. Shrinking rows go front to back, growing ones back to front, so that no row is overwritten before it is read.
+ * `in` and `out` hold VS_PIECE bytes each. 0, errno, or -1 with the refused row in *bad. */
+static inline int vs_convert(int fd, uint64_t at, uint64_t rows, uint32_t dim, int from, int to, uint32_t seed,
+                             uint8_t *in, uint8_t *out, uint32_t *crc, int64_t *bad) {
+    const size_t si = q_row_bytes(from, dim), so = q_row_bytes(to, dim), longest = si > so ? si : so;
+    if (!si || !so || longest > VS_PIECE) return EINVAL;
+    const uint64_t step = VS_PIECE / longest;
+    for (uint64_t done = 0; done < rows;) {
+        const uint64_t n = rows - done < step ? rows - done : step;
+        const uint64_t first = so > si ? rows - done - n : done;
+        const ssize_t got = fr_pread(fd, in, n * si, at + first * si);
+        if (got < 0 || (size_t)got < n * si) return got < 0 ? errno : EIO;
+        if (q_encode(from, to, in, out, n, dim, bad)) {
+            if (*bad < 0) return EINVAL;
+            *bad += (int64_t)first;
+            return -1;
+        }
+        struct iovec iov = {out, n * so};
+        const int error = vs_writev(fd, &iov, 1, at + first * so);
+        if (error) return error;
+        done += n;
+    }
+    return fr_crc_file(fd, at, rows * so, seed, crc);
+}
+
 /* Reserve the blocks of [offset, offset + n) without changing the file's length: fewer allocations while a large body
  * streams in. A file system that cannot is fine; a full disk is found by the write itself, which truncates back. */
 static inline void vs_reserve(int fd, uint64_t offset, uint64_t n) {

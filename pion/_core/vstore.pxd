@@ -8,7 +8,7 @@ from pion._core.framing cimport fr_header
 
 cdef extern from "vstore.h" nogil:
     enum:
-        VS_CHECKED, VS_STORE, VS_TRIM, VS_LAYERS, VS_PIECE
+        VS_CHECKED, VS_STORE, VS_TRIM, VS_LAYERS, VS_PIECE, VS_ALIGN_FROM, VS_BIG_ALIGN
 
     struct vs_extent:
         uint32_t start
@@ -37,6 +37,8 @@ cdef extern from "vstore.h" nogil:
                  uint32_t seed, uint8_t *buf, uint64_t *total)
     int vs_recode(int src, uint64_t at, fr_header *h, const uint8_t *attrs, uint32_t seed, int dst,
                   uint64_t dst_at, uint32_t dst_seed, uint8_t *buf)
+    int vs_convert(int fd, uint64_t at, uint64_t rows, uint32_t dim, int source, int target, uint32_t seed,
+                   uint8_t *inbuf, uint8_t *outbuf, uint32_t *crc, int64_t *bad)
     void vs_reserve(int fd, uint64_t offset, uint64_t n)
     void vs_writeback(int fd)
     int vs_flush(int fd)

@@ -15,8 +15,8 @@ from pion._core.framing cimport (
     fr_header, fr_scan, fr_scan_free, fr_scan_here, fr_scan_init, fr_total,
 )
 
-__all__ = ["CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows", "check_records", "flush",
-           "reserve", "writeback", "write_record"]
+__all__ = ["BIG_ALIGN", "BIG_FROM", "CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows", "check_records",
+           "convert_region", "flush", "reserve", "writeback", "write_record"]
 
 
 cdef extern from "quant.h" nogil:
@@ -25,6 +25,8 @@ cdef extern from "quant.h" nogil:
 
 
 CHECKED = VS_CHECKED
+BIG_FROM = VS_ALIGN_FROM
+BIG_ALIGN = VS_BIG_ALIGN
 KIND_STORE = VS_STORE
 KIND_TRIM = VS_TRIM
 
@@ -109,6 +111,27 @@ def check_records(int fd, uint32_t seed, records) -> int:
     if rc == FR_IO:
         raise _oserror(error)
     return offsets[i] if rc else -1
+
+
+def convert_region(int fd, uint64_t offset, uint64_t rows, uint32_t dim, int source, int target, uint32_t seed) -> int:
+    """Re-encode rows in their file, in place and without the GIL; returns the CRC of the result.
+
+    The region holds the longer of both forms. Raises BadRowError (the region is then undefined) or OSError.
+    """
+    cdef uint8_t *buf = <uint8_t *>malloc(2 * VS_PIECE)
+    cdef uint32_t crc = 0
+    cdef int64_t bad = -1
+    cdef int rc
+    if buf == NULL:
+        raise MemoryError
+    with nogil:
+        rc = vs_convert(fd, offset, rows, dim, source, target, seed, buf, buf + VS_PIECE, &crc, &bad)
+        free(buf)
+    if rc < 0:
+        raise BadRowError(bad)
+    if rc:
+        raise _oserror(rc)
+    return crc
 
 
 def reserve(int fd, uint64_t offset, uint64_t nbytes) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -37,6 +38,7 @@ class Files(Protocol):
     def discard(self, path: str, generation: int) -> None: ...
     def adopt(self, temporary: str, path: str, generation: int) -> None: ...
     def scratch(self, path: str) -> tuple[int, str]: ...
+    def remove(self, temporary: str) -> None: ...
     def quarantine(self, path: str, generation: int) -> str: ...
     def keep_tail(self, path: str, fd: int, offset: int, end: int) -> str: ...
     def free_bytes(self) -> int: ...
@@ -55,6 +57,7 @@ class DiskFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.since = time.time()
         self._stale: set[str] = set()  # directories whose entries changed since the last sync
         self._made: set[str] = set()
         try:
@@ -154,6 +157,10 @@ class DiskFiles:
         temporary = f"{path}.compact"
         return self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC), temporary
 
+    def remove(self, temporary: str) -> None:
+        """Delete a scratch file."""
+        self._unlink(temporary)
+
     def adopt(self, temporary: str, path: str, generation: int) -> None:
         """Put a scratch file in the place of `path`; the blocks of the old one are freed in the background.
 
@@ -236,6 +243,9 @@ class MemoryFiles:
 
     def discard(self, path: str, generation: int) -> None:
         """The file goes with its descriptor."""
+
+    def remove(self, temporary: str) -> None:
+        """The scratch file goes with its descriptor."""
 
     def adopt(self, temporary: str, path: str, generation: int) -> None:
         """The descriptor of the scratch file is all there is."""

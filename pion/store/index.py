@@ -76,6 +76,12 @@ class Figures:
         )
 
 
+def unpack_figures(value: bytes) -> Figures:
+    """The value of a PUT record."""
+    generation, flags, size, disk, key_rows, rows, nbytes, used = _FIGURES.unpack_from(value)
+    return Figures(generation, flags, size, disk, key_rows, rows, nbytes, used, value[_FIGURES.size :])
+
+
 @dataclass(slots=True)
 class Loaded:
     """What an index file says at start.
@@ -163,7 +169,7 @@ class Index:
             kind, key, value = record.kind, record.key, record.value
             closed = kind == CLOSED
             if kind == PUT:
-                out.entries[key] = Figures(*_FIGURES.unpack_from(value), value[_FIGURES.size :])
+                out.entries[key] = unpack_figures(value)
                 out.dropped.pop(key, None)
             elif kind == DROP:
                 out.entries.pop(key, None)

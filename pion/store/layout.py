@@ -145,7 +145,7 @@ def pack_meta(sides: list[Side | None], declared: Declared) -> bytes:
 
 
 def unpack_meta(attrs: bytes) -> tuple[list[Side | None], Declared]:
-    """The inverse of `pack_meta`. Raises FramingError, struct.error or KeyError for bytes no writer of this version makes."""
+    """The inverse of `pack_meta`. Raises FramingError, struct.error or KeyError for bytes no writer makes."""
     sides: list[Side | None] = [None, None]
     said: dict[str, Any] = {}
     for kind, value in framing.unpack_attrs(attrs):
