@@ -79,7 +79,8 @@ class Address:
             ValueError: a malformed URL or contradicting options.
         """
         found = _parse(url) if url is not None else {}
-        secure = found.pop("ssl", False) if ssl is None else ssl
+        by_scheme = found.pop("ssl", False)
+        secure = by_scheme if ssl is None else ssl
         found.update({name: value for name, value in options.items() if value is not None or name == "timeout"})
         context = secure if isinstance(secure, tls.SSLContext) else None
         if context is None and (secure or ssl_ca or ssl_cert):
