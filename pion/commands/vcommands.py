@@ -1,0 +1,350 @@
+"""V.*: rows of K or V by session, layer and position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pion import limits
+from pion.commands import args, kv, table
+from pion.commands.table import command
+from pion.errors import CommandError
+from pion.wire.resp import OK
+
+if TYPE_CHECKING:
+    from pion.commands.dispatch import Context
+
+_BLOB: Final = 5  # argv index of STOREBATCH's rows
+_INPUT_FORMATS: Final = (b"F16", b"BF16", b"F32")
+_STORE_OPTION: Final = "ERR V.STOREBATCH: unknown option (expected FMT F16)"
+_FETCH_FORMATS: Final = (b"NATIVE", b"RAW")
+
+
+# --- V.CREATE ------------------------------------------------------------------------------------------------------
+
+
+@command(
+    "V.CREATE", -1, "write denyoom", 0, 0, 0, "vstore", "0.1.0",
+    "Makes a session: one side (K or V) of a prefix, or rows of its own.", "O(1)",
+)  # fmt: skip
+def create(ctx: Context, argv: list[bytes]) -> Any:
+    """`sid value_dim [VQUANT fmt]` or `sid [default_dim] SCHEMA n spec ...` -> slot index; idempotent."""
+    engine = kv.engine(ctx)
+    if len(argv) < 3:
+        raise kv.requires(
+            "V.CREATE", "session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
+        )
+    if args.upper(argv[2]) == b"SCHEMA":
+        return _create_schema(0, argv[3:])
+    if len(argv) > 3 and args.upper(argv[3]) == b"SCHEMA":
+        return _create_schema(kv.permissive_int(argv[2]), argv[4:])
+    dim = kv.permissive_int(argv[2])
+    if not 1 <= dim <= limits.MAX_DIM:
+        raise CommandError(f"ERR invalid value_dim (must be 1-{limits.MAX_DIM})")
+    code = limits.FORMATS["int8"]
+    for i in range(3, len(argv) - 1):
+        if args.upper(argv[i]) == b"VQUANT":
+            code = _uniform_format(args.text(argv[i + 1]).lower())
+            break
+    return engine.v_create(argv[1], dim, code)
+
+
+def _uniform_format(name: str) -> int:
+    if name == kv.HYBRID:
+        raise CommandError(f"ERR V.CREATE: {kv.HYBRID} requires SCHEMA form with per-layer rope=N")
+    unknown = CommandError(f"ERR V.CREATE: unknown VQUANT format '{name[:64]}' (want {kv.PUBLISHED_FORMATS})")
+    return kv.built_format("V.CREATE", name, unknown)
+
+
+def _create_schema(default_dim: int, argv: list[bytes]) -> Any:
+    """Checks the whole SCHEMA form, so that its mistakes are named, then refuses it: this version has no schemas."""
+    if not 0 <= default_dim <= limits.MAX_DIM:
+        raise CommandError(f"ERR V.CREATE SCHEMA: default_dim must be 0-{limits.MAX_DIM}")
+    if not argv:
+        raise CommandError("ERR V.CREATE SCHEMA requires N (layer count)")
+    layers = args.integer(argv[0])
+    if layers <= 0:
+        raise CommandError("ERR V.CREATE SCHEMA: N must be positive")
+    if layers > limits.MAX_SCHEMA_LAYERS:
+        raise CommandError(
+            f"ERR V.CREATE SCHEMA: N exceeds {limits.MAX_SCHEMA_LAYERS}; "
+            "split into multiple sessions or wait for V.CREATE.SCHEMA.APPEND"
+        )
+    if len(argv) - 1 < layers:
+        raise CommandError(f"ERR V.CREATE SCHEMA: not enough layer specs (need {layers})")
+    for i in range(layers):
+        _check_layer(i, argv[i + 1], default_dim)
+    raise kv.later("V.CREATE SCHEMA")
+
+
+def _check_layer(i: int, spec: bytes, default_dim: int) -> None:
+    fmt, dim, rope = "int8", default_dim, 0
+
+    def wrong(what: str) -> CommandError:
+        return CommandError(f"ERR V.CREATE SCHEMA: layer {i} {what}")
+
+    for item in args.text(spec).split(","):
+        key, _, value = item.partition("=")
+        key = key.lower()
+        if key == "fmt":
+            fmt = value.lower()
+            if fmt not in limits.FORMATS:
+                raise wrong("unknown fmt")
+        elif key in ("dim", "rope"):
+            number = kv.permissive_int(value.encode("utf-8", "surrogateescape"))
+            if not 1 <= number <= limits.MAX_DIM:
+                raise wrong(f"{key} must be 1-{limits.MAX_DIM}")
+            dim, rope = (number, rope) if key == "dim" else (dim, number)
+        elif key == "s":
+            raise CommandError("ERR V.CREATE SCHEMA: S-tensor reserved (route SSM/SWA-tail state through STATE.*)")
+        else:
+            raise wrong("unknown key")
+    if dim == 0:
+        raise wrong("missing dim and no default supplied")
+    if fmt in kv.BLOCK_FORMATS and dim % 32:
+        raise wrong(("mlx4g32" if fmt == "mlx4g32" else "turbo/fp8") + " dim must be multiple of 32")
+    if fmt == kv.HYBRID:
+        if not 0 < rope < dim:
+            raise wrong(f"{fmt} needs rope=N (0 < N < dim)")
+        if (dim - rope) % 32:
+            raise wrong(f"{fmt} body (dim - rope) must be multiple of 32")
+
+
+# --- V.STOREBATCH --------------------------------------------------------------------------------------------------
+
+
+def _place(engine: Any, argv: list[bytes]) -> tuple[bytes, int, int, int]:
+    """Session, layer, start and count of a STOREBATCH, checked in the published order."""
+    sid = argv[1]
+    if not engine.v_exists(sid):
+        raise CommandError("ERR session not found")
+    layer, start, count = (args.integer(raw) for raw in argv[2:5])
+    if layer < 0 or start < 0 or count <= 0:
+        raise CommandError("ERR invalid layer_id/start_id/count")
+    if layer >= limits.MAX_LAYERS:
+        raise CommandError("ERR V.STOREBATCH: layer_id exceeds MAX_VS_LAYERS")
+    return sid, layer, start, count
+
+
+def _input_format(options: list[bytes]) -> str:
+    """The format of the rows: declared, never inferred; FP32 without an option."""
+    if not options:
+        return "F32"
+    if len(options) != 2 or args.upper(options[0]) != b"FMT" or args.upper(options[1]) not in _INPUT_FORMATS:
+        raise CommandError(_STORE_OPTION)
+    return args.upper(options[1]).decode()
+
+
+def _check_size(engine: Any, place: tuple[bytes, int, int, int], fmt: str, got: int) -> None:
+    sid, layer, start, count = place
+    dim, width = engine.v_dim(sid, layer), 4 if fmt == "F32" else 2
+    if got != count * dim * width:
+        raise CommandError(
+            f"ERR V.STOREBATCH: blob size {got} != expected {count * dim * width} "
+            f"(count={count} × per_layer_dim={dim} × {width})"
+        )
+    if start + count > limits.MAX_ROWS:
+        raise CommandError("ERR V.STOREBATCH failed")
+
+
+@command(
+    "V.STOREBATCH", -1, "write", 0, 0, 0, "vstore", "0.1.0",
+    "Stores rows of one layer.", "O(N) for N rows", stream_arg=_BLOB,
+)  # fmt: skip
+def storebatch(ctx: Context, argv: list[Any]) -> Any:
+    """`sid layer start count rows [FMT F16|BF16|F32]`: row-major little-endian, FP32 without FMT."""
+    engine = kv.engine(ctx, hint=False)
+    if len(argv) <= _BLOB:
+        raise kv.requires("V.STOREBATCH", "session_id layer_id start_id count values_blob")
+    blob = argv[_BLOB]
+    if not isinstance(blob, bytes | bytearray | memoryview):
+        return _finish_stream(engine, argv, blob)
+    place = _place(engine, argv)
+    fmt = _input_format(argv[_BLOB + 1 :])
+    _check_size(engine, place, fmt, len(blob))
+    engine.v_store(*place, blob, fmt)
+    return OK
+
+
+def _finish_stream(engine: Any, argv: list[Any], sink: Any) -> Any:
+    """The end of a body that went straight to its file: same checks, same order, then it becomes visible."""
+    try:
+        place = _place(engine, argv)
+        fmt = _input_format(argv[_BLOB + 1 :])
+        _check_size(engine, place, fmt, sink.nbytes)
+    except CommandError:
+        engine.v_store_abort(sink)
+        raise
+    engine.v_store_finish(sink, fmt)
+    return OK
+
+
+def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:
+    """Where the rows of a large STOREBATCH go; the option behind them is not known yet, only their number of bytes."""
+    engine = kv.engine(ctx, hint=False)
+    sid, layer, start, count = _place(engine, argv)
+    dim = engine.v_dim(sid, layer)
+    if nbytes not in (2 * count * dim, 4 * count * dim) or start + count > limits.MAX_ROWS:
+        return None  # answered by the handler, after the option: collected, because it is refused anyway
+    return engine.v_store_open(sid, layer, start, count, nbytes)
+
+
+table.COMMANDS[b"v.storebatch"].open_stream = _open_stream
+
+
+# --- V.FETCH -------------------------------------------------------------------------------------------------------
+
+
+@command(
+    "V.FETCH", -1, "readonly", 0, 0, 0, "vstore", "0.1.0",
+    "Returns rows of one layer or of all layers.", "O(N) for N rows",
+)  # fmt: skip
+def fetch(ctx: Context, argv: list[bytes]) -> Any:
+    """`sid layer tok ...`, `sid layer RANGE start end [FMT f]` or `sid BATCH start end [layers] [FMT f]`."""
+    engine = kv.engine(ctx, hint=False)
+    if len(argv) < 4:
+        raise kv.requires("V.FETCH", "session_id layer_id token_id [...]")
+    sid = argv[1]
+    if not engine.v_exists(sid):
+        raise CommandError("ERR session not found")
+    if args.upper(argv[2]) == b"BATCH":
+        return _fetch_batch(engine, sid, argv)
+    layer = args.integer(argv[2])
+    if args.upper(argv[3]) == b"RANGE":
+        if len(argv) < 6:
+            raise kv.requires("V.FETCH RANGE", "session_id layer_id RANGE start end")
+        start, end = _span(argv[4], argv[5], "ERR invalid RANGE: end must exceed start (>=0)")
+        native, raw = _fetch_format(argv[6:])
+        return engine.v_fetch_range(sid, layer, start, end, native=native, raw=raw)
+    return engine.v_fetch_ids(sid, layer, _token_ids(argv[3:]))
+
+
+def _fetch_batch(engine: Any, sid: bytes, argv: list[bytes]) -> Any:
+    if len(argv) < 5:
+        raise kv.requires("V.FETCH BATCH", "session_id BATCH start end [num_layers]")
+    start, end = _span(argv[3], argv[4], "ERR V.FETCH BATCH invalid range: end must exceed start (>=0)")
+    rest, layers = argv[5:], None
+    if rest and args.upper(rest[0]) != b"FMT":
+        layers = args.integer(rest[0])
+        rest = rest[1:]
+    native, raw = _fetch_format(rest)
+    stored = engine.v_num_layers(sid)
+    if stored == 0:
+        raise CommandError("ERR V.FETCH BATCH: session has no stored layers")
+    # A count the session does not have is ignored: published clients then see fewer elements and ask layer by layer.
+    wanted = layers if layers is not None and 0 < layers <= stored else stored
+    return engine.v_fetch_batch(sid, start, end, wanted, native=native, raw=raw)
+
+
+def _span(first: bytes, last: bytes, wrong: str) -> tuple[int, int]:
+    start, end = args.integer(first), args.integer(last)
+    if start < 0 or end <= start:
+        raise CommandError(wrong)
+    if end - start > limits.MAX_ROWS:
+        raise CommandError(f"ERR V.FETCH: more than {limits.MAX_ROWS} rows asked for")
+    return start, end
+
+
+def _fetch_format(options: list[bytes]) -> tuple[bool, bool]:
+    """(native, raw) of a trailing `FMT f`; other trailing words are ignored, as published."""
+    if not options or args.upper(options[0]) != b"FMT":
+        return False, False
+    word = args.upper(options[1]) if len(options) > 1 else b""
+    if word not in _FETCH_FORMATS:
+        raise CommandError("ERR V.FETCH: unknown FMT (expected NATIVE or RAW)")
+    return word == b"NATIVE", word == b"RAW"
+
+
+def _token_ids(argv: list[bytes]) -> list[int]:
+    """Row positions, in request order; an empty argument ends the list, those past the cap are not looked at."""
+    ids: list[int] = []
+    for i, raw in enumerate(argv[: limits.MAX_FETCH_IDS + 1]):
+        if args.upper(raw) == b"FMT":
+            word = args.upper(argv[i + 1]) if i + 1 < len(argv) else b""
+            what = word.decode() if word in _FETCH_FORMATS else "NATIVE"
+            raise CommandError(f"ERR FMT {what} requires the RANGE or BATCH form")
+        if not raw or i == limits.MAX_FETCH_IDS:
+            break
+        ids.append(args.integer(raw))
+    if not ids:
+        raise CommandError("ERR no token IDs provided")
+    return ids
+
+
+# --- V.INFO and rollback -------------------------------------------------------------------------------------------
+
+
+@command(
+    "V.INFO", -1, "readonly", 0, 0, 0, "vstore", "0.1.0",
+    "Returns figures of the store or of one session.", "O(L) for L layers",
+)  # fmt: skip
+def info(ctx: Context, argv: list[bytes]) -> Any:
+    """`[sid]` -> lines `name:value`."""
+    engine = kv.engine(ctx, hint=False)
+    if len(argv) < 2:
+        lines = ["enabled:1", *(f"{name}:{value}" for name, value in engine.v_totals().items())]
+    else:
+        lines = _session_lines(engine.v_info(argv[1]))
+    return "".join(f"{line}\r\n" for line in lines)
+
+
+def _session_lines(session: Any) -> list[str]:
+    lines = [
+        f"session_idx:{session.index}",
+        f"value_dim:{session.dim}",
+        f"v_format:{limits.FORMAT_NAMES[session.fmt]}",
+        f"num_layers:{session.num_layers}",
+        "schema:uniform",
+    ]
+    lines += [f"layer_{i}_tokens:{rows}" for i, rows in enumerate(session.rows) if rows]
+    return [*lines, f"total_tokens:{sum(session.rows)}"]
+
+
+@command(
+    "V.SNAPSHOT", -1, "write", 0, 0, 0, "vstore", "0.1.0",
+    "Remembers the lengths of a session's layers.", "O(L) for L layers",
+)  # fmt: skip
+def snapshot(ctx: Context, argv: list[bytes]) -> Any:
+    """`sid` -> snap_id; in memory only, gone with the session or the process."""
+    engine = kv.engine(ctx)
+    if len(argv) < 2:
+        raise kv.requires("V.SNAPSHOT", "session_id")
+    return engine.v_snapshot(argv[1])
+
+
+@command(
+    "V.RESTORE", -1, "write", 0, 0, 0, "vstore", "0.1.0",
+    "Cuts a session's layers back to a snapshot.", "O(L) for L layers",
+)  # fmt: skip
+def restore(ctx: Context, argv: list[bytes]) -> Any:
+    """`sid snap_id`: never grows a layer; the snapshot stays valid."""
+    engine = kv.engine(ctx, hint=False)
+    engine.v_restore(argv[1], _snap_id("V.RESTORE", argv))
+    return OK
+
+
+@command(
+    "V.COMMIT", -1, "write", 0, 0, 0, "vstore", "0.1.0",
+    "Forgets a snapshot; the rows stay.", "O(1)",
+)  # fmt: skip
+def commit(ctx: Context, argv: list[bytes]) -> Any:
+    """`sid snap_id` -> 1, or 0 for one that is not there."""
+    engine = kv.engine(ctx, hint=False)
+    return int(engine.v_commit(argv[1], _snap_id("V.COMMIT", argv)))
+
+
+def _snap_id(name: str, argv: list[bytes]) -> int:
+    if len(argv) < 3:
+        raise kv.requires(name, "session_id snap_id")
+    snap = args.integer(argv[2])
+    if snap <= 0:
+        raise CommandError(f"ERR {name}: snap_id must be positive")
+    return snap
+
+
+@command(
+    "V.EXPORT", -1, "readonly", 0, 0, 0, "vstore", "0.1.0",
+    "Hands rows over as a file (not in this version: clients fall back to V.FETCH).", "O(1)",
+)  # fmt: skip
+def export(ctx: Context, argv: list[bytes]) -> Any:
+    """Refused: published clients turn to V.FETCH on any error."""
+    raise kv.later("V.EXPORT")

@@ -1,0 +1,95 @@
+"""Golden bytes: requests and the replies the specification gives for them.
+
+The expected bytes in the ``kv_*`` modules were typed from the wire specification, section by section; none was copied
+from the output of this program. A case is a list of steps on one connection; every step's reply is compared, the
+set-up steps too. A reply is either literal bytes or a compiled pattern that must match all of it.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+Reply = bytes | re.Pattern[bytes]
+
+OK = b"+OK\r\n"
+INT = re.compile(rb":\d+\r\n")
+NIL = (b"$-1\r\n", b"_\r\n")  # §0: the null of RESP2 and of RESP3
+PONG = b"+PONG\r\n"
+PING = b"*1\r\n$4\r\nPING\r\n"
+
+
+@dataclass(frozen=True)
+class Step:
+    request: bytes
+    resp2: Reply
+    resp3: Reply
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One case.
+
+    Attributes:
+        name: what it shows; unique in its module.
+        section: the section of the wire specification it was typed from (``design`` where the design goes further).
+        steps: requests and replies, in order, on one connection.
+        flags: server options it needs beside ``--kvcache``; ``("-kvcache",)`` means a server without that flag.
+        fresh: True when the replies depend on nothing having happened on the server before.
+    """
+
+    name: str
+    section: str
+    steps: tuple[Step, ...]
+    flags: tuple[str, ...] = ()
+    fresh: bool = False
+
+
+def cmd(line: str, *blobs: bytes) -> bytes:
+    """A multibulk request: the words of ``line``, in which ``%`` stands for the next of ``blobs``."""
+    rest = iter(blobs)
+    parts = [next(rest) if word == "%" else word.encode() for word in line.split()]
+    assert next(rest, None) is None
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts)
+
+
+def bulk(body: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(body), body)
+
+
+def err(text: str) -> bytes:
+    return b"-" + text.encode() + b"\r\n"
+
+
+def lines(*names: str) -> bytes:
+    """A bulk of CRLF-terminated lines (§1.5, §4.6)."""
+    return bulk("".join(f"{name}\r\n" for name in names).encode())
+
+
+def u64s(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def case(
+    name: str,
+    section: str,
+    *steps: tuple[bytes, Reply | tuple[Reply, Reply]],
+    flags: tuple[str, ...] = (),
+    fresh: bool = False,
+) -> Golden:
+    made = []
+    for request, reply in steps:
+        two, three = reply if isinstance(reply, tuple) else (reply, reply)
+        made.append(Step(request, two, three))
+    return Golden(name, section, tuple(made), flags, fresh)
+
+
+def errors(name: str, section: str, *pairs: tuple[bytes, str], setup: tuple[bytes, ...] = (), **kw: object) -> Golden:
+    """A case of refusals: each request with its error text; ``setup`` requests are answered +OK or an integer."""
+    ready = re.compile(rb"(\+OK|:\d+)\r\n")
+    return case(name, section, *[(r, ready) for r in setup], *[(r, err(t)) for r, t in pairs], **kw)  # type: ignore[arg-type]
+
+
+def matches(reply: Reply, got: bytes) -> bool:
+    return got == reply if isinstance(reply, bytes) else reply.fullmatch(got) is not None
