@@ -83,6 +83,7 @@ MAXCLIENTS: Final = "ERR max number of clients reached"
 # --- strings ------------------------------------------------------------------------------------------------------
 INCR_OVERFLOW: Final = "ERR increment or decrement would overflow"
 DECR_OVERFLOW: Final = "ERR decrement would overflow"
+NAN_OR_INFINITY: Final = "ERR value is NaN or Infinity"
 INCR_NAN: Final = "ERR increment would produce NaN or Infinity"
 STRING_TOO_LONG: Final = "ERR string exceeds maximum allowed size (proto-max-bulk-len)"
 OFFSET_RANGE: Final = "ERR offset is out of range"

@@ -1,0 +1,24 @@
+"""The commands: one declarative table, one module a family. Importing the package registers every family."""
+
+from pion.commands import (
+    client,
+    config_cmd,
+    connection,
+    hashes,
+    info,
+    introspect,
+    keys,
+    prefix,
+    server,
+    ssm,
+    stats,
+    strings,
+    vcommands,
+    zranges,
+    zsets,
+)
+
+__all__ = [
+    "client", "config_cmd", "connection", "hashes", "info", "introspect", "keys", "prefix", "server", "ssm", "stats",
+    "strings", "vcommands", "zranges", "zsets",
+]  # fmt: skip

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pion import limits
+from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
 _SAMPLES = 16  # of a tenth of a second each, as Redis averages its instantaneous figures
@@ -127,8 +128,7 @@ class ServerState:
         spawn: starts `async_fn()` in the background.
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.
         shut_down: called once with `save: bool` by SHUTDOWN.
-        info_extra: `() -> list[(name, value)]`, the lines of INFO's `# Pion`.
-        ssm: whatever other families keep here.
+        port: the bound TCP port.
     """
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
@@ -139,11 +139,11 @@ class ServerState:
     engine: Any = None
     port: int = 0
     maxmemory: int = 0
-    maxclients: int = limits.DEFAULT_MAXCLIENTS
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
     started: float = field(default_factory=time.monotonic)
     started_unix: int = field(default_factory=lambda: int(time.time()))
     slowlog: SlowLog = field(default_factory=SlowLog)
+    scans: ScanCache = field(default_factory=ScanCache)
     commands: dict[str, CommandStats] = field(default_factory=dict)
     error_counts: dict[str, int] = field(default_factory=dict)
     commands_processed: int = 0
@@ -262,7 +262,3 @@ class ServerState:
         if self.engine is not None:
             self.engine.keyspace.reset_stats()
 
-
-def process_title() -> str:
-    """The executable for INFO server."""
-    return os.path.realpath(sys.executable)
