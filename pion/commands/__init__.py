@@ -14,11 +14,9 @@ from pion.commands import (
     stats,
     strings,
     vcommands,
-    zranges,
-    zsets,
 )
 
 __all__ = [
     "client", "config_cmd", "connection", "hashes", "info", "introspect", "keys", "prefix", "server", "ssm", "stats",
-    "strings", "vcommands", "zranges", "zsets",
+    "strings", "vcommands",
 ]  # fmt: skip

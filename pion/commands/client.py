@@ -238,8 +238,10 @@ def client_reply(ctx: Context, argv: list[bytes]) -> Any:
 @command("CLIENT|PAUSE", -3, "admin noscript loading stale", 0, 0, 0, "connection", "3.0.0",
          "Holds back the commands of all clients.", "O(1)")  # fmt: skip
 def client_pause(ctx: Context, argv: list[bytes]) -> Any:
+    if len(argv) > 4:
+        raise errors.bad_subcommand("CLIENT", "PAUSE")
     mode = args.upper(argv[3]) if len(argv) == 4 else b"ALL"
-    if mode not in (b"ALL", b"WRITE") or len(argv) > 4:
+    if mode not in (b"ALL", b"WRITE"):
         raise CommandError("ERR CLIENT PAUSE mode must be WRITE or ALL")
     milliseconds = args.integer(argv[2], "ERR timeout is not an integer or out of range")
     if milliseconds < 0:

@@ -24,6 +24,10 @@ def config_get(ctx: Context, argv: list[bytes]) -> Any:
     known = ctx.options.parameters()
     out: dict[str, str] = {}
     for raw in argv[2:]:
+        name = args.text(raw)
+        if name.lower() in known:
+            out[name] = known[name.lower()]  # Redis answers an exact name as it was asked
+            continue
         matches = args.compile_glob(raw, nocase=True).fullmatch
         out.update({name: value for name, value in known.items() if matches(name.encode())})
     return out

@@ -118,7 +118,7 @@ def echo(_ctx: Context, argv: list[bytes]) -> Any:
 def select(ctx: Context, argv: list[bytes]) -> Any:
     index = args.integer(argv[1])
     if not -(1 << 31) <= index < 1 << 31:
-        raise CommandError(errors.NOT_INTEGER)
+        raise CommandError(errors.NOT_INT32)
     databases = getattr(ctx.options, "databases", limits.DATABASES)
     if not 0 <= index < databases:
         raise CommandError(errors.DB_INDEX)

@@ -12,7 +12,6 @@ from pion.commands.keys import cursor, scan_options
 from pion.commands.strings import add_floats
 from pion.commands.table import command
 from pion.errors import CommandError, WrongTypeError
-
 from pion.wire.resp import OK
 
 Hash = dict[bytes, bytes]
@@ -167,11 +166,15 @@ def hrandfield(ctx: Context, argv: list[bytes]) -> Any:
     with_values = len(argv) == 4 and args.upper(argv[3]) == b"WITHVALUES"
     if len(argv) > 4 or (len(argv) == 4 and not with_values):
         raise CommandError(errors.SYNTAX)
-    if not -(1 << 62) <= count <= 1 << 62 or (count < -_RANDOM_MAX):
-        raise CommandError("ERR value is out of range")
+    if count == args.INT64_MIN:
+        raise CommandError(errors.NOT_INT63)
+    if with_values and abs(count) > args.INT64_MAX // 2:
+        raise CommandError(errors.OUT_OF_RANGE)
     fields = read(ctx, argv[1]) or {}
     names = list(fields)
     picker = secrets.SystemRandom()
+    if count < -_RANDOM_MAX and names:
+        raise CommandError(errors.OUT_OF_RANGE)
     if count < 0:
         chosen = picker.choices(names, k=-count) if names else []
     else:
@@ -191,9 +194,9 @@ _RANDOM_MAX = 1_000_000  # repeats asked for with a negative count
 def hscan(ctx: Context, argv: list[bytes]) -> Any:
     at = cursor(argv[2])
     fields = read(ctx, argv[1])
-    pattern, count, _ = scan_options(argv[3:], with_type=False)
     if fields is None:
         return [b"0", []]
+    pattern, count, _ = scan_options(argv[3:], with_type=False)
     following, names = ctx.server.scans.step(fields, fields, len(fields), at, count)
     matches = args.compile_glob(pattern).fullmatch if pattern is not None else None
     found: list[bytes] = []

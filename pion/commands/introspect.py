@@ -31,13 +31,20 @@ def _categories(record: Command) -> list[str]:
 def _key_specs(record: Command, proto: int) -> Raw:
     if record.first == 0:
         return _ordered_set([], proto)
+    parts = record.keys.split(";")
     last = record.last - record.first if record.last >= 0 else record.last
-    spec = {
-        "flags": _names(record.keys.split(), proto),
-        "begin_search": {"type": "index", "spec": {"index": record.first}},
-        "find_keys": {"type": "range", "spec": {"lastkey": last, "keystep": record.step, "limit": 0}},
-    }
-    return _ordered_set([spec], proto)
+    specs = [
+        {
+            "flags": _names(flags.split(), proto),
+            "begin_search": {"type": "index", "spec": {"index": record.first + i * record.step}},
+            "find_keys": {
+                "type": "range",
+                "spec": {"lastkey": last if len(parts) == 1 else 0, "keystep": record.step, "limit": 0},
+            },
+        }
+        for i, flags in enumerate(parts)
+    ]
+    return _ordered_set(specs, proto)
 
 
 def describe(record: Command, proto: int) -> list[Any]:
@@ -136,18 +143,19 @@ def _keys_of(argv: list[bytes]) -> tuple[Command, list[bytes]]:
     return record, [inner[i] for i in record.key_positions(len(inner))]
 
 
-@command("COMMAND|GETKEYS", -3, _FLAGS, 0, 0, 0, "server", "2.8.13", "The keys among the arguments of a command.",
+@command("COMMAND|GETKEYS", -4, _FLAGS, 0, 0, 0, "server", "2.8.13", "The keys among the arguments of a command.",
          "O(N) where N is the number of arguments", acl="connection")  # fmt: skip
 def command_getkeys(_ctx: Context, argv: list[bytes]) -> Any:
     return _keys_of(argv)[1]
 
 
-@command("COMMAND|GETKEYSANDFLAGS", -3, _FLAGS, 0, 0, 0, "server", "7.0.0",
+@command("COMMAND|GETKEYSANDFLAGS", -4, _FLAGS, 0, 0, 0, "server", "7.0.0",
          "The keys among the arguments of a command, with what it does to them.",
          "O(N) where N is the number of arguments", acl="connection")  # fmt: skip
 def command_getkeysandflags(ctx: Context, argv: list[bytes]) -> Any:
     record, found = _keys_of(argv)
-    return [[key, _names(record.keys.split(), ctx.conn.proto)] for key in found]
+    specs = record.keys.split(";")
+    return [[key, _names(specs[min(i, len(specs) - 1)].split(), ctx.conn.proto)] for i, key in enumerate(found)]
 
 
 table.container("ACL", "server", "6.0.0", "Commands about users and their rights.")
@@ -162,7 +170,7 @@ def acl_whoami(ctx: Context, _argv: list[bytes]) -> Any:
          "The categories, or the commands of one.", "O(1)")  # fmt: skip
 def acl_cat(_ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) > 3:
-        raise CommandError("ERR Unknown subcommand or wrong number of arguments for 'cat'. Try ACL HELP.")
+        raise errors.bad_subcommand("ACL", "CAT")
     if len(argv) == 2:
         return sorted({category for record in table.walk() for category in record.acl})
     category = args.text(argv[2]).lower()

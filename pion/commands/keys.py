@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pion import errors
@@ -11,6 +12,7 @@ from pion.commands.table import command
 from pion.errors import CommandError
 from pion.wire.resp import OK, Simple
 
+_CURSOR = re.compile(rb"(?:[+-]?[0-9]{1,40})?")
 _SCAN_COUNT = 10  # Redis's default for COUNT
 
 
@@ -171,7 +173,7 @@ def _present(ctx: Context, key: bytes) -> None:
 
 
 @command("RENAME", 3, "write", 1, 2, 1, "generic", "1.0.0", "Renames a key, over an existing one if need be.", "O(1)",
-         keys="RW access delete")  # fmt: skip
+         keys="RW access delete; OW update")  # fmt: skip
 def rename(ctx: Context, argv: list[bytes]) -> Any:
     _present(ctx, argv[1])
     if argv[1] != argv[2]:
@@ -180,7 +182,7 @@ def rename(ctx: Context, argv: list[bytes]) -> Any:
 
 
 @command("RENAMENX", 3, "write fast", 1, 2, 1, "generic", "1.0.0", "Renames a key if the new name is free.", "O(1)",
-         keys="RW access delete")  # fmt: skip
+         keys="RW access delete; OW insert")  # fmt: skip
 def renamenx(ctx: Context, argv: list[bytes]) -> Any:
     _present(ctx, argv[1])
     if ctx.ks.exists(ctx.db, argv[2]):
@@ -224,10 +226,10 @@ def scan_options(tokens: list[bytes], with_type: bool) -> tuple[bytes | None, in
 
 
 def cursor(raw: bytes) -> int:
-    """An unsigned 64-bit SCAN cursor."""
-    if not raw.isdigit() or int(raw) >= 1 << 64:
+    """An unsigned 64-bit SCAN cursor, read as C's strtoul does: nothing is 0, a negative number wraps."""
+    if not _CURSOR.fullmatch(raw) or abs(int(raw or b"0")) >= 1 << 64:
         raise CommandError(errors.INVALID_CURSOR)
-    return int(raw)
+    return int(raw or b"0") % (1 << 64)
 
 
 @command("SCAN", -2, "readonly", 0, 0, 0, "generic", "2.8.0", "Walks the keys of the database in steps.",

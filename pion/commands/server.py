@@ -52,7 +52,7 @@ async def _save(ctx: Context) -> None:
 
 
 @command("SAVE", 1, "admin noscript no_async_loading no_multi", 0, 0, 0, "server", "1.0.0",
-         "Puts everything on stable storage and answers when it is there.", "O(N) where N is the unsaved bytes")  # fmt: skip
+         "Puts everything on stable storage and answers when it is there.", "O(N) for N unsaved bytes")  # fmt: skip
 async def save(ctx: Context, _argv: list[bytes]) -> Any:
     await _save(ctx)
     return OK
@@ -149,7 +149,9 @@ def latency_reset(_ctx: Context, _argv: list[bytes]) -> Any:
     return 0
 
 
-@command("LATENCY|HISTOGRAM", -2, _ADMIN + " loading stale", 0, 0, 0, "server", "7.0.0", "Latencies by command.", "O(1)")
+@command(
+    "LATENCY|HISTOGRAM", -2, _ADMIN + " loading stale", 0, 0, 0, "server", "7.0.0", "Latencies by command.", "O(1)"
+)
 def latency_histogram(_ctx: Context, _argv: list[bytes]) -> Any:
     return {}
 
@@ -160,6 +162,7 @@ container("MEMORY", "server", "4.0.0", "Commands about memory.")
 container("OBJECT", "generic", "2.2.3", "Commands about the inside of values.")
 
 _ENTRY_BYTES = 96  # record, bucket slot and allocator overhead of one key
+_MEMBER_BYTES = 160  # a score, a slot of the table and a place in the order
 
 
 def memory_of(key: bytes, value: Any) -> int:
@@ -169,7 +172,7 @@ def memory_of(key: bytes, value: Any) -> int:
         return own + len(value)
     if isinstance(value, dict):
         return own + sys.getsizeof(value) + sum(sys.getsizeof(k) + sys.getsizeof(v) for k, v in value.items())
-    return own + int(value.memory_bytes())
+    return own + sum(_MEMBER_BYTES + sys.getsizeof(member) for member in value)
 
 
 @command("MEMORY|USAGE", -3, "readonly", 2, 2, 1, "server", "4.0.0", "About how many bytes a key holds.",
@@ -177,8 +180,8 @@ def memory_of(key: bytes, value: Any) -> int:
 def memory_usage(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) not in (3, 5) or (len(argv) == 5 and args.upper(argv[3]) != b"SAMPLES"):
         raise CommandError(errors.SYNTAX)
-    if len(argv) == 5:
-        args.count(argv[4])
+    if len(argv) == 5 and args.integer(argv[4]) < 0:
+        raise CommandError(errors.SYNTAX)
     value = ctx.ks.get(ctx.db, argv[2])
     return None if value is None else memory_of(argv[2], value)
 
@@ -210,7 +213,7 @@ def module_list(_ctx: Context, _argv: list[bytes]) -> Any:
     return []
 
 
-@command("CLUSTER|INFO", 2, "loading stale", 0, 0, 0, "cluster", "3.0.0", "The state of the cluster.", "O(1)")
+@command("CLUSTER|INFO", 2, "stale", 0, 0, 0, "cluster", "3.0.0", "The state of the cluster.", "O(1)")
 def cluster_info(_ctx: Context, _argv: list[bytes]) -> Any:
     return "cluster_enabled:0\r\n"
 
@@ -220,9 +223,7 @@ def _no_cluster(_ctx: Context, _argv: list[bytes]) -> Any:
 
 
 for _name in ("NODES", "SLOTS", "SHARDS", "MYID"):
-    command(f"CLUSTER|{_name}", 2, "loading stale", 0, 0, 0, "cluster", "3.0.0", "Refused: no cluster.", "O(1)")(
-        _no_cluster
-    )
+    command(f"CLUSTER|{_name}", 2, "stale", 0, 0, 0, "cluster", "3.0.0", "Refused: no cluster.", "O(1)")(_no_cluster)
 
 
 @command("ROLE", 1, "noscript loading stale fast", 0, 0, 0, "server", "2.8.12", "The role in replication.", "O(1)",
@@ -231,7 +232,9 @@ def role(_ctx: Context, _argv: list[bytes]) -> Any:
     return ["master", 0, []]
 
 
-@command("WAIT", 3, "noscript", 0, 0, 0, "generic", "3.0.0", "The number of replicas that have the last write.", "O(1)")
+@command(
+    "WAIT", 3, "noscript", 0, 0, 0, "connection", "3.0.0", "The number of replicas that have the last write.", "O(1)"
+)
 def wait(_ctx: Context, argv: list[bytes]) -> Any:
     args.integer(argv[1])
     if args.integer(argv[2], "ERR timeout is not an integer or out of range") < 0:

@@ -6,13 +6,12 @@ embedding API, tests) everything still works: threads become plain calls and SHU
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pion import limits
@@ -236,6 +235,15 @@ class ServerState:
             return int(self.plane.stats["commands_processed"])
         return self.commands_processed
 
+    def command_stats(self) -> dict[str, CommandStats]:
+        """Calls by command name, those of the C fast path added."""
+        out = {name: replace(stats) for name, stats in self.commands.items()}
+        for name, calls, usec in self.plane.fast_calls() if self.plane is not None else ():
+            stats = out.setdefault(name, CommandStats())
+            stats.calls += calls
+            stats.usec += usec
+        return out
+
     def rates(self) -> tuple[int, float, float]:
         """(commands, KB in, KB out) per second over the last 1.6 seconds."""
         if len(self._samples) < 2:
@@ -261,4 +269,3 @@ class ServerState:
             self.plane.reset_stats()
         if self.engine is not None:
             self.engine.keyspace.reset_stats()
-

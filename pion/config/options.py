@@ -63,7 +63,7 @@ def _number(low: int, high: int, error: str = "") -> Callable[[str], int]:
 def _choice(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in allowed:
-            raise ValueError(f"expected {'|'.join(allowed)}")
+            raise ValueError(f"argument(s) must be one of the following: {', '.join(allowed)}")
         return text.lower()
 
     return parse
@@ -169,7 +169,7 @@ class Options:
     dir: str = option("", "Data", "data directory (default: ./pion-<port>)", metavar="PATH", redis="dir")
     memory_only: bool = option(False, "Data", "keep everything in memory, no data directory", _boolean, switch=True)
     appendfsync: str = option(
-        "everysec", "Data", "when the log reaches stable storage", _choice("always", "everysec", "no"),
+        "everysec", "Data", "when the log reaches stable storage", _choice("everysec", "always", "no"),
         metavar="always|everysec|no", redis="appendfsync",
     )  # fmt: skip
     appendonly: bool = option(
