@@ -244,7 +244,7 @@ class Sessions:
         if not rows.covers(side, layer, start, end):
             raise CommandError(
                 f"ERR V.FETCH: layer {layer} does not hold all rows {start}..{end} "
-                f"({rows.live(side, layer)} of {declared.rows} are stored)"
+                f"(it has {rows.live(side, layer)} of the declared {declared.rows})"
             )
 
     def fetch_ids(self, sid: bytes, layer: int, ids: list[int]) -> Extents | None:
