@@ -10,6 +10,7 @@ class LocalProtocolError(ProtocolError): ...
 
 class RemoteProtocolError(ProtocolError):
     commands: list[list[Any]]
+    replies: list[Any]
 
 class _Text:
     value: bytes

@@ -8,7 +8,7 @@ interface, for memory connections, embedding and tests. ``pion.ref.resp`` is the
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.math cimport isinf, isnan
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memmove
 
 __all__ = [
@@ -34,7 +34,15 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent bytes that are not RESP. The message is the text a server answers behind ``-ERR``."""
+    """The peer sent bytes that are not RESP. The message is the text a server answers behind ``-ERR``.
+
+    ``commands`` (server side) and ``replies`` (client side) hold what was still complete in front of the error.
+    """
+
+    def __init__(self, message):
+        super().__init__(message)
+        self.commands = []
+        self.replies = []
 
 
 cdef class _Text:

@@ -25,6 +25,7 @@ Raw                              as it is                    as it is
 
 from collections.abc import Iterable
 
+from pion._core.reply import ReplyError, ReplyParser
 from pion._core.resp import (
     NULL_ARRAY,
     OK,
@@ -54,6 +55,8 @@ __all__ = [
     "Push",
     "Raw",
     "RemoteProtocolError",
+    "ReplyError",
+    "ReplyParser",
     "Simple",
     "Verbatim",
     "encode",

@@ -1,0 +1,316 @@
+# cython: language_level=3, freethreading_compatible=False
+# cython: boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""Bodies that move between sockets and files without being held in memory. See stream.h for the machinery."""
+
+import atexit
+import os
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport INT64_MAX
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset, strdup
+
+__all__ = ["CONV_BF16_F16", "CONV_BF16_F32", "CONV_BF16_INT8", "CONV_F16_BF16", "CONV_F16_F32", "CONV_F16_INT8",
+           "CONV_F32_BF16", "CONV_F32_F16", "CONV_F32_INT8", "CONV_RAW", "RAW", "Extents", "FdRef", "Sink", "drain",
+           "unlink_later"]
+
+
+cdef extern from "stream.h" nogil:
+    ctypedef struct job:
+        void (*run)(job *item, void *state) noexcept
+
+    int Q_INT8, Q_FP16, Q_FP32, Q_BF16
+    bint q_is_source(int code)
+    size_t q_row_bytes(int code, size_t dim)
+    jobs *jobs_new(int threads, void *(*state_new)() noexcept, void (*state_free)(void *) noexcept)
+    void jobs_submit(jobs *pool, job *item)
+    bint jobs_wait_idle(jobs *pool, long timeout_ms)
+    fdref *fdref_new(int fd, jobs *closer)
+    extents *extents_new(int nseg, int decode, uint32_t dim)
+    int extents_seal(extents *e)
+    sink *sink_new(fdref *ref, int64_t offset, uint64_t want, int conv, uint32_t dim, uint32_t crc)
+
+
+cdef extern from *:
+    """
+    typedef struct unlink_job { job item; char *path; } unlink_job;
+    static void unlink_run(job *item, void *state) {
+        (void)state;
+        unlink_job *self = (unlink_job *)item;
+        unlink(self->path);
+        free(self->path);
+        free(self);
+    }
+    """
+    ctypedef struct unlink_job:
+        job item
+        char *path
+    void unlink_run(job *item, void *state) noexcept nogil
+
+
+RAW = CONV_RAW = STREAM_RAW
+CONV_F32_F16 = Q_FP32 << 8 | Q_FP16
+CONV_F32_BF16 = Q_FP32 << 8 | Q_BF16
+CONV_F32_INT8 = Q_FP32 << 8 | Q_INT8
+CONV_F16_F32 = Q_FP16 << 8 | Q_FP32
+CONV_F16_BF16 = Q_FP16 << 8 | Q_BF16
+CONV_F16_INT8 = Q_FP16 << 8 | Q_INT8
+CONV_BF16_F32 = Q_BF16 << 8 | Q_FP32
+CONV_BF16_F16 = Q_BF16 << 8 | Q_FP16
+CONV_BF16_INT8 = Q_BF16 << 8 | Q_INT8
+
+# Last closes and unlinks of the whole process. Two threads: one slow close must not hold up every other. Its only state
+# is the queue, and it starts no thread before the first job.
+cdef jobs *closer = jobs_new(2, NULL, NULL)
+
+
+cdef void after_fork():
+    # The parent's threads do not exist in the child: leave their pool behind.
+    global closer
+    closer = jobs_new(2, NULL, NULL)
+
+
+def _after_fork():
+    after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def drain(double timeout_s=-1.0):
+    """Wait until every close and unlink handed to the background is done. False on timeout; negative waits for ever."""
+    cdef long ms = -1 if timeout_s < 0 else <long>(timeout_s * 1000)
+    cdef bint idle
+    with nogil:
+        idle = jobs_wait_idle(closer, ms)
+    return idle
+
+
+atexit.register(drain, 10.0)
+
+
+def unlink_later(path):
+    """Remove a file on a background thread (seconds for a big one). A file that is already gone is fine."""
+    cdef bytes name = os.fsencode(path)
+    if b"\0" in name:
+        raise ValueError("embedded null byte")
+    cdef unlink_job *item = <unlink_job *>calloc(1, sizeof(unlink_job))
+    if item == NULL:
+        raise MemoryError
+    item.path = strdup(PyBytes_AS_STRING(name))
+    if item.path == NULL:
+        free(item)
+        raise MemoryError
+    item.item.run = unlink_run
+    with nogil:
+        jobs_submit(closer, &item.item)
+
+
+cdef class FdRef:
+    """Owns a file descriptor; it is closed, on a background thread, when neither Python nor a queued reply uses it.
+
+    Args:
+        fd: an open descriptor. Ownership passes to the object.
+    """
+
+    def __cinit__(self, int fd):
+        if fd < 0:
+            raise ValueError("negative descriptor")
+        self.ref = fdref_new(fd, closer)
+        if self.ref == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        fdref_unref(self.ref)
+
+    def fileno(self):
+        return self.ref.fd
+
+    def __repr__(self):
+        return f"FdRef({self.ref.fd})"
+
+
+cdef class Extents:
+    """One bulk reply body made of file pieces and zeros; never held in memory as a whole.
+
+    Args:
+        segments: (FdRef or None, offset, nbytes) in reply order. None stands for nbytes zeros. nbytes are stored bytes.
+        decode: RAW, or the format code the rows are stored in; they are then answered as FP32.
+        dim: values per row (decode only).
+
+    Raises:
+        ValueError: a decoded segment is not a whole number of rows, or numbers are out of range.
+    """
+
+    def __cinit__(self, segments, int decode=STREAM_RAW, Py_ssize_t dim=0):
+        cdef Py_ssize_t i
+        cdef object ref, offset, n
+        segments = list(segments)
+        if decode != STREAM_RAW and (decode < 0 or dim <= 0 or dim > 1 << 24 or q_row_bytes(decode, dim) == 0):
+            raise ValueError(f"cannot decode format {decode} with {dim} values per row")
+        if len(segments) > 1 << 28:
+            raise ValueError("too many segments")
+        self.body = extents_new(<int>len(segments), decode, <uint32_t>dim)
+        if self.body == NULL:
+            raise MemoryError
+        for i in range(len(segments)):
+            ref, offset, n = segments[i]
+            if not 0 <= offset <= INT64_MAX or not 0 <= n <= INT64_MAX - offset:
+                raise ValueError("segment out of range")
+            if ref is not None:
+                self.body.seg[i].ref = fdref_ref((<FdRef?>ref).ref)
+            self.body.seg[i].offset = offset
+            self.body.seg[i].n = n
+        if extents_seal(self.body) != 0:
+            raise ValueError("a segment is not a whole number of rows")
+
+    def __dealloc__(self):
+        extents_unref(self.body)
+
+    def __len__(self):
+        return <Py_ssize_t>self.body.total
+
+    @property
+    def decode(self):
+        return self.body.decode
+
+    @property
+    def dim(self):
+        return self.body.dim
+
+    @property
+    def segments(self):
+        """Number of pieces the body is made of."""
+        return self.body.nseg
+
+    def tobytes(self):
+        """The whole body. For tests, the embedding API and small replies."""
+        cdef bytes out = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>self.body.total)
+        self._read(PyBytes_AS_STRING(out), self.body.total)
+        return out
+
+    def readinto(self, buffer):
+        """Read the whole body into a writable buffer of at least len(self) bytes; returns the bytes read."""
+        cdef Py_buffer view
+        PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        try:
+            if <uint64_t>view.len < self.body.total:
+                raise ValueError(f"buffer of {view.len} bytes for a body of {self.body.total}")
+            self._read(<char *>view.buf, self.body.total)
+        finally:
+            PyBuffer_Release(&view)
+        return <Py_ssize_t>self.body.total
+
+    cdef _read(self, char *out, uint64_t n):
+        cdef scratch tmp
+        cdef extents_at at
+        cdef Py_ssize_t got
+        with nogil:
+            memset(&tmp, 0, sizeof(tmp))
+            memset(&at, 0, sizeof(at))
+            got = extents_read(self.body, &at, &tmp, out, n)
+            scratch_free(&tmp)
+        if got == STREAM_SHORT:
+            raise EOFError("a file is shorter than the rows it should hold")
+        if got < 0:
+            raise OSError(-got, os.strerror(-got))
+
+
+cdef class Sink:
+    """One bulk argument on its way into a file (or nowhere).
+
+    The plane fills it from the socket on a mover; `feed` does the same from memory. After an error or a refused row the
+    rest of the body is still taken, so that the connection stays in step, but no longer written.
+
+    Args:
+        fdref: the file, or None to drop the bytes.
+        offset: where the first byte is written.
+        nbytes: length of the body as it arrives.
+        convert: CONV_RAW, or from_code << 8 | to_code.
+        dim: values per row (conversions only).
+        crc_seed: start value of `crc`.
+
+    Attributes:
+        on_abort: called with the sink when the connection ends before the body is complete.
+
+    Raises:
+        ValueError: a body that is not whole rows, an unknown conversion, numbers out of range.
+    """
+
+    def __cinit__(self, FdRef fdref, offset, nbytes, *, int convert=STREAM_RAW, Py_ssize_t dim=0, uint32_t crc_seed=0,
+                  **kwargs):
+        cdef int source = convert >> 8, target = convert & 255
+        cdef size_t row_in
+        if not 0 <= offset <= INT64_MAX or not 0 <= nbytes <= INT64_MAX - offset:
+            raise ValueError("offset or length out of range")
+        if convert != STREAM_RAW:
+            if not q_is_source(source) or q_row_bytes(target, 1) == 0:
+                raise ValueError(f"no conversion from format {source} to {target}")
+            if dim <= 0 or dim > 1 << 24:
+                raise ValueError(f"{dim} values per row")
+            row_in = q_row_bytes(source, dim)
+            if nbytes % row_in:
+                raise ValueError(f"{nbytes} bytes are not whole rows of {row_in}")
+        self.body = sink_new(NULL if fdref is None else fdref.ref, offset, nbytes, convert, <uint32_t>dim, crc_seed)
+        if self.body == NULL:
+            raise MemoryError
+
+    def __init__(self, fdref, offset, nbytes, *, convert=STREAM_RAW, dim=0, crc_seed=0):
+        pass
+
+    def __dealloc__(self):
+        sink_unref(self.body)
+
+    def feed(self, data):
+        """Take the next bytes; returns how many belonged to the body (the rest is the caller's)."""
+        cdef Py_buffer view
+        cdef scratch tmp
+        cdef uint64_t n
+        PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        try:
+            n = self.body.want - self.body.got
+            if n > <uint64_t>view.len:
+                n = <uint64_t>view.len
+            if n:
+                with nogil:
+                    memset(&tmp, 0, sizeof(tmp))
+                    sink_feed(self.body, <const char *>view.buf, n, &tmp)
+                    scratch_free(&tmp)
+        finally:
+            PyBuffer_Release(&view)
+        return n
+
+    @property
+    def nbytes(self):
+        """Length of the body as it arrives."""
+        return self.body.want
+
+    @property
+    def received(self):
+        return self.body.got
+
+    @property
+    def written(self):
+        """Bytes in the file, after conversion."""
+        return self.body.written
+
+    @property
+    def done(self):
+        """The whole body has arrived (it may still have failed: see error and bad_row)."""
+        return bool(sink_done(self.body))
+
+    @property
+    def error(self):
+        """0, or the errno of the first failed write."""
+        return self.body.error
+
+    @property
+    def bad_row(self):
+        """The first row the target format cannot hold, or -1."""
+        return self.body.bad_row
+
+    @property
+    def crc(self):
+        """CRC32C of the bytes written, continued from crc_seed."""
+        return self.body.crc
