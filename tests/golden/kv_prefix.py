@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.kit import INT, OK, bulk, case, cmd, err, errors, lines, u64s
-from tests.golden.kv_v import BUILT, NOT_INT, WANT, f16, f32
+from tests.golden.kit import INT, NOT_INT, OK, bulk, case, cmd, err, errors, f16, f32, lines, u64s
+from tests.golden.kv_v import BUILT, WANT
 
 HIT = b"+HIT\r\n"
 MISS = b"+MISS\r\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import kv_prefix, kv_receipt, kv_v
+from tests.golden import kv_prefix, kv_receipt, kv_v, kv_vfetch
 from tests.golden.kit import PING, PONG, Golden, cmd, matches
 from tests.support.process import Process
 
-CASES = [golden for module in (kv_v, kv_prefix, kv_receipt) for golden in module.CASES]
+CASES = [golden for module in (kv_v, kv_vfetch, kv_prefix, kv_receipt) for golden in module.CASES]
 SHARED = [golden for golden in CASES if not golden.fresh and not golden.flags]
 ALONE = [golden for golden in CASES if golden.fresh or golden.flags]
 
