@@ -129,8 +129,9 @@ class Model:
             start, count = self.rng.randrange(have), self.rng.randint(1, 32)
         else:
             start, count = have, self.rng.randint(1, 64)
-        if start + count > 20_000:
-            start, count = 0, 1
+        most = shape[0] if shape else 20_000
+        start = min(start, most - 1)
+        count = min(count, most - start)
         blob = self.rng.randbytes(2 * dim * count)
         request = frame("V.STOREBATCH", ns + side, layer, start, count, blob, "FMT", "F16")
         if was is None:

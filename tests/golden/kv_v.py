@@ -169,6 +169,16 @@ CASES = [
         (cmd("V.STOREBATCH b5 0 1 1 %", f32(0.0) + b"\x00\x00\x7f\x41" + f32(1.0, 0.5)), OK),
         (cmd("V.FETCH b5 0 RANGE 0 2"), bulk(f32(1.5, 1.5, 1.5, 1.5, 0.0) + b"\x00\x00\x7f\x41" + f32(1.0, 0.5))),
         (cmd("V.FETCH b5 0 RANGE 0 1 FMT NATIVE"), bulk(f32(1.5, 1.5, 1.5, 1.5))),
+        # FMT RAW: the bytes as stored, whatever the format; int8 is codes, then fp16 scale and minimum of each group
+        (cmd("V.FETCH b3 0 RANGE 0 1 FMT RAW"), b"$8\r\n\x01\x00\x80\x3f\x00\x50\xc3\x47\r\n"),
+        (cmd("V.FETCH b4 0 RANGE 0 2 FMT RAW"), bulk(bf16(1.0, 2.0, -1.5, 0.5) + bytes(8))),
+        (cmd("V.FETCH b5 0 RANGE 1 2 FMT RAW"), b"$8\r\n\x00\xff\x10\x08\x00\x2c\x00\x00\r\n"),
+        (
+            cmd("V.FETCH b5 BATCH 1 2 FMT RAW"),
+            b"*1\r\n$8\r\n\x00\xff\x10\x08\x00\x2c\x00\x00\r\n",
+        ),
+        (cmd("V.FETCH b5 0 RANGE 0 1 FMT F16"), err("ERR V.FETCH: unknown FMT (expected NATIVE or RAW)")),
+        (cmd("V.FETCH b5 0 1 FMT RAW"), err("ERR FMT RAW requires the RANGE or BATCH form")),
     ),
     case(
         "rows are overwritten, gaps read as zero bytes, the count is the highest end",
