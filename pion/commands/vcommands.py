@@ -172,7 +172,8 @@ def _finish_stream(engine: Any, argv: list[Any], sink: Any) -> Any:
         fmt = _input_format(argv[_BLOB + 1 :])
         _check_size(engine, place, fmt, sink.nbytes)
     except CommandError:
-        engine.v_store_abort(sink)
+        if not getattr(sink, "discards", False):
+            engine.v_store_abort(sink)
         raise
     engine.v_store_finish(sink, fmt)
     return OK
@@ -184,7 +185,11 @@ def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:
     sid, layer, start, count = _place(engine, argv)
     dim = engine.v_dim(sid, layer)
     if nbytes not in (2 * count * dim, 4 * count * dim) or start + count > limits.MAX_ROWS:
-        return None  # answered by the handler, after the option: collected, because it is refused anyway
+        from pion._core.stream import Sink
+
+        sink = Sink(None, 0, nbytes)
+        sink.discards = True  # which refusal it gets depends on the option that is still to come
+        return sink
     return engine.v_store_open(sid, layer, start, count, nbytes)
 
 

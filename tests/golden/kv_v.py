@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.kit import INT, NIL, NOT_INT, OK, bf16, bulk, case, cmd, errors, f16, f32, lines
+from tests.golden.kit import INT, NIL, NOT_INT, OK, bf16, bulk, case, cmd, err, errors, f16, f32, lines
 
 CREATE_ARGS = (
     "ERR V.CREATE requires: session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
