@@ -1,3 +1,59 @@
-"""Pion: a shared KV cache for language models."""
+"""Pion: a shared KV cache for language models.
+
+The names below are loaded when first used, so that the server starts without numpy and a client without a server.
+
+=====================  ================================================================================
+`Engine`               the store in this process, without a socket (``pion.store``)
+`Client`               blocking client: rows as numpy arrays, any Redis command (``pion.client``)
+`AsyncClient`          the same for trio
+`PionPromptCache`      four lines for mlx-lm
+`PionMlxCompatError`   a model, or an mlx-lm, that this version cannot store
+`hash_block`           the block hash that routers probe with ``KV.PREFIX.MEMBERSHIP``
+`make_namespace`       the key of a prefix
+=====================  ================================================================================
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pion.client.async_ import AsyncClient
+    from pion.client.caches import PionMlxCompatError
+    from pion.client.namespace import hash_block, make_namespace
+    from pion.client.prompt_cache import PionPromptCache
+    from pion.client.sync import Client
+    from pion.store.engine import Engine
 
 __version__ = "0.1.0"
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Engine",
+    "PionMlxCompatError",
+    "PionPromptCache",
+    "__version__",
+    "hash_block",
+    "make_namespace",
+]
+
+_HOMES = {
+    "AsyncClient": "pion.client.async_",
+    "Client": "pion.client.sync",
+    "Engine": "pion.store.engine",
+    "PionMlxCompatError": "pion.client.caches",
+    "PionPromptCache": "pion.client.prompt_cache",
+    "hash_block": "pion.client.namespace",
+    "make_namespace": "pion.client.namespace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pion' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

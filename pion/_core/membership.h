@@ -18,6 +18,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 enum {
     MT_MAGIC = 0x31544d50, /* "PMT1" */
     MT_BUCKET = 4,
@@ -34,7 +38,8 @@ typedef struct {
     uint64_t slots; /* power of two; MT_EXTRA more follow */
     uint64_t distinct; /* length of the sorted copy, 0 not counted */
     uint64_t given; /* members as they were given, duplicates and 0 included */
-    uint64_t key_xor, key_mul;
+    uint64_t key; /* odd */
+    uint64_t shift; /* 64 - log2 slots */
     uint64_t reserved[2];
 } mt_header;
 
@@ -52,15 +57,10 @@ static inline uint64_t mt_load(const char *at, size_t index) {
 
 static inline void mt_store(char *at, size_t index, uint64_t value) { memcpy(at + 8 * index, &value, 8); }
 
-/* Both halves of the product of a keyed value: one multiplication, and every bit of the input reaches the slot. */
-static inline uint64_t mt_hash(uint64_t value, uint64_t key_xor, uint64_t key_mul) {
-    unsigned __int128 product = (unsigned __int128)(value ^ key_xor) * key_mul;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
-/* The first slot of the home bucket. */
+/* The first slot of the home bucket: the top bits of the product with a secret odd number (multiply-shift, a universal
+ * family: Dietzfelbinger, Hagerup, Katajainen, Penttonen 1997). */
 static inline size_t mt_home(uint64_t value, const mt_header *head) {
-    return (size_t)(mt_hash(value, head->key_xor, head->key_mul) & (head->slots - MT_BUCKET));
+    return (size_t)((value * head->key) >> head->shift) & ~(size_t)(MT_BUCKET - 1);
 }
 
 /* splitmix64 (Steele, Lea, Flood 2014). */
@@ -105,7 +105,8 @@ static inline void mt_sort(char *values, char *scratch, size_t n) {
 
 /* Pack n hashes (8 bytes each, little-endian) into `out`, which has mt_room(n) bytes. Answers the blob's length. */
 static inline size_t mt_build(const char *hashes, size_t n, uint64_t seed, char *out) {
-    mt_header head = {MT_MAGIC, 0, mt_slots_for(n), 0, n, mt_mix(seed), mt_mix(seed + 1) | 1, {0, 0}};
+    mt_header head = {MT_MAGIC, 0, mt_slots_for(n), 0, n, mt_mix(seed) | 1, 0, {0, 0}};
+    head.shift = 64 - (uint64_t)__builtin_ctzll(head.slots);
     char *table = out + MT_HEADER;
     char *sorted = table + 8 * (head.slots + MT_EXTRA);
     memcpy(sorted, hashes, 8 * n);
@@ -135,7 +136,8 @@ static inline int mt_open(const char *blob, size_t length, mt_view *view) {
     memcpy(&view->head, blob, sizeof view->head);
     const mt_header *head = &view->head;
     if (head->magic != (uint32_t)MT_MAGIC || head->distinct > MT_MAX || head->slots > 4 * (uint64_t)MT_MAX ||
-        head->slots == 0 || (head->slots & (head->slots - 1)) != 0 ||
+        head->slots < 16 || (head->slots & (head->slots - 1)) != 0 ||
+        head->shift != 64 - (uint64_t)__builtin_ctzll(head->slots) ||
         length != MT_HEADER + 8 * (head->slots + MT_EXTRA + head->distinct))
         return -1;
     view->table = blob + MT_HEADER;
@@ -163,41 +165,98 @@ static inline unsigned mt_in_bucket(const char *at, uint64_t value) {
 
 static inline unsigned mt_full(const char *at) { return mt_load(at, MT_BUCKET - 1) != 0; }
 
-/* The buckets after a full home bucket that does not hold `value`. */
-static inline unsigned mt_scan(const mt_view *view, uint64_t value, const char *at) {
-    for (int next = 0; next < MT_NEXT; next++) {
-        at += 8 * MT_BUCKET;
+/* Everything the quick look below leaves open: 0, and values whose home bucket is full. */
+static inline unsigned mt_slow(const mt_view *view, uint64_t value) {
+    if (value == 0) return view->head.flags & MT_HAS_ZERO; /* an empty slot looks like it */
+    const char *at = view->table + 8 * mt_home(value, &view->head);
+    for (int bucket = 0; bucket <= MT_NEXT; bucket++, at += 8 * MT_BUCKET) {
         if (mt_in_bucket(at, value)) return 1;
         if (!mt_full(at)) return 0;
     }
     return view->head.flags & MT_SPILLED ? (unsigned)mt_search(view, value) : 0;
 }
 
-static inline unsigned mt_has(const mt_view *view, uint64_t value) {
-    const char *at = view->table + 8 * mt_home(value, &view->head);
-    unsigned found = mt_in_bucket(at, value);
-    if (value == 0) return view->head.flags & MT_HAS_ZERO; /* empty slots look like it */
-    if (mt_full(at) > found) return mt_scan(view, value, at);
-    return found;
+/* Up to 64 probes, one bit each: first a look without a branch, then the few that it left open one by one. */
+static inline uint64_t mt_settle(const mt_view *view, const char *probes, uint64_t hits, uint64_t open) {
+    for (; open != 0; open &= open - 1) {
+        int i = __builtin_ctzll(open);
+        hits = (hits & ~((uint64_t)1 << i)) | (uint64_t)mt_slow(view, mt_load(probes, (size_t)i)) << i;
+    }
+    return hits;
 }
+
+static inline uint64_t mt_block_plain(const mt_view *view, const char *probes, size_t n) {
+    const mt_header head = view->head;
+    uint64_t hits = 0, open = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t value = mt_load(probes, i);
+        const char *at = view->table + 8 * mt_home(value, &head);
+        unsigned found = mt_in_bucket(at, value);
+        hits |= (uint64_t)found << i;
+        open |= (uint64_t)((mt_full(at) & (found ^ 1)) | (value == 0)) << i;
+    }
+    return mt_settle(view, probes, hits, open);
+}
+
+#if defined(__x86_64__)
+/* 32 bytes as bits: set where the byte is not 0. */
+__attribute__((target("avx2"))) static inline uint64_t mt_nonzero32(const uint8_t *bytes) {
+    __m256i zero = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)(const void *)bytes), _mm256_setzero_si256());
+    return (uint32_t)~_mm256_movemask_epi8(zero);
+}
+
+/* One comparison for a bucket. What it says is kept as bytes and turned into bits for the whole block. */
+__attribute__((target("avx2,bmi2"))) static uint64_t mt_block_avx2(const mt_view *view, const char *probes, size_t n) {
+    const mt_header head = view->head;
+    const char *const table = view->table;
+    uint8_t same[64] = {0}, full[64] = {0};
+    __m256i zeros = _mm256_setzero_si256();
+    for (size_t i = 0; i < n; i++) {
+        uint64_t value = mt_load(probes, i);
+        const char *at = table + 8 * mt_home(value, &head);
+        __m256i wanted = _mm256_set1_epi64x((long long)value);
+        __m256i bucket = _mm256_loadu_si256((const __m256i *)(const void *)at);
+        same[i] = (uint8_t)_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(bucket, wanted)));
+        full[i] = (uint8_t)mt_full(at);
+        zeros = _mm256_or_si256(zeros, _mm256_cmpeq_epi64(wanted, _mm256_setzero_si256()));
+    }
+    if (!_mm256_testz_si256(zeros, zeros)) return mt_block_plain(view, probes, n);
+    uint64_t hits = mt_nonzero32(same) | mt_nonzero32(same + 32) << 32;
+    uint64_t open = (mt_nonzero32(full) | mt_nonzero32(full + 32) << 32) & ~hits;
+    return mt_settle(view, probes, hits, open);
+}
+#endif
 
 /* Bit i of `bitmap` (byte i >> 3, least significant first) tells whether probe i is a member; the last byte is padded
  * with 0. `bitmap` has (n + 7) / 8 bytes. 0, or -1 when `blob` is not a table. */
-static inline int mt_probe(const char *blob, size_t length, const char *probes, size_t n, uint8_t *bitmap) {
+static inline int mt_probe_with(const char *blob, size_t length, const char *probes, size_t n, uint8_t *bitmap,
+                                int avx2) {
     mt_view view;
+    (void)avx2;
     if (mt_open(blob, length, &view)) return -1;
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        unsigned byte = 0;
-        for (size_t bit = 0; bit < 8; bit++) byte |= mt_has(&view, mt_load(probes, i + bit)) << bit;
-        bitmap[i / 8] = (uint8_t)byte;
-    }
-    if (i < n) {
-        unsigned byte = 0;
-        for (size_t bit = 0; i + bit < n; bit++) byte |= mt_has(&view, mt_load(probes, i + bit)) << bit;
-        bitmap[i / 8] = (uint8_t)byte;
+    for (size_t i = 0; i < n; i += 64) {
+        size_t count = n - i < 64 ? n - i : 64;
+        uint64_t hits;
+#if defined(__x86_64__)
+        if (avx2) hits = mt_block_avx2(&view, probes + 8 * i, count);
+        else
+#endif
+            hits = mt_block_plain(&view, probes + 8 * i, count);
+        memcpy(bitmap + i / 8, &hits, (count + 7) / 8);
     }
     return 0;
+}
+
+static inline int mt_have_avx2(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+#else
+    return 0;
+#endif
+}
+
+static inline int mt_probe(const char *blob, size_t length, const char *probes, size_t n, uint8_t *bitmap) {
+    return mt_probe_with(blob, length, probes, n, bitmap, mt_have_avx2());
 }
 
 #endif

@@ -9,8 +9,7 @@ cdef extern from "membership.h" nogil:
         uint64_t slots
         uint64_t distinct
         uint64_t given
-        uint64_t key_xor
-        uint64_t key_mul
+        uint64_t key
     ctypedef struct mt_view:
         mt_header head
         const char *table
@@ -18,5 +17,8 @@ cdef extern from "membership.h" nogil:
     size_t mt_room(size_t n)
     size_t mt_build(const char *hashes, size_t n, uint64_t seed, char *out)
     int mt_open(const char *blob, size_t length, mt_view *view)
-    unsigned mt_has(const mt_view *view, uint64_t value)
     int mt_probe(const char *blob, size_t length, const char *probes, size_t n, uint8_t *bitmap)
+    int mt_probe_with(
+        const char *blob, size_t length, const char *probes, size_t n, uint8_t *bitmap, int avx2
+    )
+    int mt_have_avx2()

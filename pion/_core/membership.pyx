@@ -13,7 +13,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from pion._core.membership cimport MT_MAX, mt_build, mt_open, mt_probe, mt_room, mt_view
+from pion._core.membership cimport MT_MAX, mt_build, mt_have_avx2, mt_open, mt_probe_with, mt_room, mt_view
 
 __all__ = ["MAX_HASHES", "build", "counts", "keys", "members", "probe"]
 
@@ -67,12 +67,13 @@ def build(hashes, seed: int | None = None) -> bytes:
         PyBuffer_Release(&src)
 
 
-def probe(table, hashes) -> bytes:
+def probe(table, hashes, *, bint portable=False) -> bytes:
     """One bit for each hash, set when it is a member: bit i is in byte i >> 3, least significant first.
 
     Args:
         table: what `build` returned.
         hashes: buffer of 8-byte little-endian hashes, at most MAX_HASHES.
+        portable: use the portable loop although the machine has a better one.
 
     Raises:
         ValueError: not a table, a length that is no multiple of 8, or too many hashes.
@@ -82,6 +83,7 @@ def probe(table, hashes) -> bytes:
     cdef Py_ssize_t n
     cdef uint8_t *bitmap
     cdef int result
+    cdef int avx2 = not portable and mt_have_avx2()
     PyObject_GetBuffer(table, &blob, PyBUF_SIMPLE)
     try:
         PyObject_GetBuffer(hashes, &src, PyBUF_SIMPLE)
@@ -90,8 +92,8 @@ def probe(table, hashes) -> bytes:
             answer = PyBytes_FromStringAndSize(NULL, (n + 7) // 8)
             bitmap = <uint8_t *> PyBytes_AS_STRING(answer)
             with nogil:
-                result = mt_probe(
-                    <const char *> blob.buf, <size_t> blob.len, <const char *> src.buf, <size_t> n, bitmap
+                result = mt_probe_with(
+                    <const char *> blob.buf, <size_t> blob.len, <const char *> src.buf, <size_t> n, bitmap, avx2
                 )
         finally:
             PyBuffer_Release(&src)
@@ -114,14 +116,14 @@ def counts(table) -> tuple[int, int]:
         PyBuffer_Release(&blob)
 
 
-def keys(table) -> tuple[int, int, int]:
-    """(key_xor, key_mul, slots) of the table's hash; `pion.ref.membership.home` computes home slots from them."""
+def keys(table) -> tuple[int, int]:
+    """(key, slots) of the table's hash; `pion.ref.membership.home` computes home slots from them."""
     cdef Py_buffer blob
     cdef mt_view view
     PyObject_GetBuffer(table, &blob, PyBUF_SIMPLE)
     try:
         _open(&blob, &view)
-        return view.head.key_xor, view.head.key_mul, view.head.slots
+        return view.head.key, view.head.slots
     finally:
         PyBuffer_Release(&blob)
 

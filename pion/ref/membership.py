@@ -11,7 +11,6 @@ def probe(members: bytes, hashes: bytes) -> bytes:
     return np.packbits(found, bitorder="little").tobytes()
 
 
-def home(value: int, key_xor: int, key_mul: int, slots: int) -> int:
-    """First slot of the home bucket of a hash, in a table with these keys and that many slots."""
-    product = (value ^ key_xor) * key_mul
-    return (product & MASK ^ product >> 64) & (slots - 4)
+def home(value: int, key: int, slots: int) -> int:
+    """First slot of the home bucket of a hash, in a table with this key and that many slots (a power of two)."""
+    return (value * key & MASK) * slots >> 64 & ~3

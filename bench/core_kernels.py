@@ -1,0 +1,95 @@
+"""The compiled kernels alone: row formats against a plain copy and their numpy twins, membership in microseconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from bench.harness import Result, bench, interleave, seconds
+from pion._core import membership, quant
+from pion.ref import membership as membership_ref
+from pion.ref import quant as quant_ref
+
+DIM = 1024
+ROWS = 16_384  # 64 MiB of fp32: nothing of it stays in a cache
+TWIN_ROWS = 128  # the int8 twin walks its groups in Python
+FORMATS = {"fp16": quant.FP16, "bf16": quant.BF16, "int8": quant.INT8}
+KERNELS = [
+    f"core_{name}_{way}{against}" for name in FORMATS for way in ("encode", "decode") for against in ("", "_twin")
+]
+
+HASHES = 1_562
+SETS = 64  # different probes each time, or the branch predictor learns the answers
+
+
+def rate(call: Callable[[], object], size: int) -> float:
+    """GB/s of the fp32 side."""
+    return size / seconds(call) / 1e9
+
+
+def kernel(name: str, way: str, ours: Callable[[], object], twin: Callable[[], object]) -> Iterator[Result]:
+    source, target = np.ones(ROWS * DIM, np.float32), np.ones(ROWS * DIM, np.float32)
+    a, copy, slow = interleave(
+        lambda: rate(ours, source.nbytes),
+        lambda: rate(lambda: np.copyto(target, source), source.nbytes),
+        lambda: rate(twin, 4 * TWIN_ROWS * DIM),
+    )
+    value, spread = statistics.median(a), [min(a), max(a)]
+    for suffix, column, note in (("", copy, "64 MiB / memcpy of its fp32"), ("_twin", slow, "64 MiB / numpy twin")):
+        baseline = statistics.median(column)
+        yield Result(f"core_{name}_{way}{suffix}", value, "GB/s", baseline, value / baseline, note=note, spread=spread)
+
+
+@bench(*KERNELS)
+def kernels() -> Iterator[Result]:
+    values = np.random.default_rng(1).standard_normal((ROWS, DIM)).astype(np.float32)
+    few = values[:TWIN_ROWS].tobytes()
+    wide = bytearray(values.nbytes)
+    for name, code in FORMATS.items():
+        stored = quant.encode(quant.FP32, code, values, DIM)
+        short = bytes(stored[: TWIN_ROWS * quant.row_bytes(code, DIM)])
+        yield from kernel(
+            name,
+            "encode",
+            lambda code=code, stored=stored: quant.encode(quant.FP32, code, values, DIM, out=stored),
+            lambda code=code: quant_ref.encode(quant.FP32, code, few, DIM),
+        )
+        yield from kernel(
+            name,
+            "decode",
+            lambda code=code, stored=stored: quant.decode(code, stored, DIM, out=wide),
+            lambda code=code, short=short: quant_ref.decode(code, short, DIM),
+        )
+
+
+@bench("membership_core_us")
+def membership_core() -> Result:
+    rng = np.random.default_rng(2)
+    members = rng.integers(0, 2**64, HASHES, np.uint64)
+    table = membership.build(members)
+    blobs = [
+        np.where(
+            rng.random(HASHES) < 0.5, rng.choice(members, HASHES), rng.integers(0, 2**64, HASHES, np.uint64)
+        ).tobytes()
+        for _ in range(SETS)
+    ]
+    given = members.tobytes()
+
+    def each(probe: Callable[[bytes, bytes], bytes], against: bytes) -> float:
+        return statistics.median(seconds(lambda blob=blob: probe(against, blob)) for blob in blobs) * 1e6
+
+    ours, twin = interleave(lambda: each(membership.probe, table), lambda: each(membership_ref.probe, given))
+    value, baseline = statistics.median(ours), statistics.median(twin)
+    return Result(
+        "membership_core_us",
+        value,
+        "us",
+        baseline,
+        baseline / value,
+        bar=8.0,
+        at_most=True,
+        note=f"{HASHES} x {HASHES}, half of them members / numpy isin",
+        spread=[min(ours), max(ours)],
+    )

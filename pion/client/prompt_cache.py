@@ -1,0 +1,373 @@
+"""`PionPromptCache`: a prompt cache for mlx-lm that other processes have already filled.
+
+    pc = PionPromptCache(model)
+    cache = pc.get_or_prefill(prefix_ids, namespace=ns)
+    text = generate(model, tok, prompt=suffix_ids, prompt_cache=cache)
+
+The first process that asks for a prefix computes and stores it; every later one, on any machine, after any restart,
+fetches it. What is fetched is checked against a digest of the tokens and the model. A server that is down costs
+nothing but the
+saving: the prefix is computed locally, which is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl as tls
+import threading
+import time
+from collections import OrderedDict
+from typing import Any, Final, Literal
+
+from pion.client import caches, transfer
+from pion.client.caches import Layout
+from pion.client.identity import model_identity, prefix_digest
+from pion.client.link import Address, Link, parse_url
+from pion.client.namespace import make_namespace, token_array
+from pion.client.seam import split_at_seam
+from pion.client.transfer import UnusableError
+from pion.errors import AuthenticationError, CommandError, MismatchError
+from pion.limits import BUILT_FORMATS, DEFAULT_PORT, FORMATS, MAX_PREFILL_MS
+
+__all__ = ["PionPromptCache"]
+
+log = logging.getLogger("pion.client")
+
+_LATER: Final = "is not in this version of Pion"
+_NEEDS_MODEL: Final = "this method requires a model — construct PionPromptCache(model) to use it"
+_OBSERVED_MAX: Final = 65_536  # namespaces whose misses are counted for admission_threshold
+
+Outcome = Literal["hit", "miss", "mismatch", "down"]
+
+
+class PionPromptCache:
+    """Fetches a prefix's K/V from a Pion server, or computes and stores it.
+
+    Args:
+        model: an mlx-lm model whose layers all have a plain ``KVCache``. None gives a client for `lookup`, `drop`,
+        `save`,
+            `commit` and raw commands that needs no mlx.
+        vquant: the stored format. ``"fp16"`` keeps fp16 and bf16 models word for word and rounds fp32 models to fp16;
+            ``"native"`` is lossless for all; also ``"bf16"``, ``"fp32"``, ``"int8"``.
+        host, port: the server; a host that starts with ``/`` is a Unix socket.
+        stage2, boundary_protect, softmax_bitexact: in the signature of the published client; refused here unless off.
+        admission_threshold: the n-th miss of a namespace in this process is the first one stored; 1 = store at once.
+        prefill_chunk_size: tokens per forward pass when computing; None = one pass.
+        url: ``pion://user:password@host:port`` and the like, instead of host, port and credentials; see `parse_url`.
+        username, password: credentials; else ``$PION_USERNAME`` and ``$PION_PASSWORD``.
+        ssl: True or an ``ssl.SSLContext``.
+        on_mismatch: what to do when the namespace holds other tokens, another model or another format: ``"raise"``,
+            ``"recompute"`` (leave the stored one alone) or ``"replace"``.
+        background_store: return from a cold `get_or_prefill` while the rows are still being sent. Every later call of
+        this
+            object waits for them; other processes may miss until then.
+        timeout: seconds without progress after which the server counts as down.
+
+    Raises:
+        ImportError: a model was given but mlx or mlx-lm is missing.
+        PionMlxCompatError: the model's cache cannot be stored by this version; nothing was sent.
+        ValueError: an argument is not offered; the text says which.
+
+    A namespace names one token sequence for one model and format: build it with `make_namespace`. The object may be
+    shared between threads; the server is then used by one at a time.
+    """
+
+    make_namespace = staticmethod(make_namespace)
+
+    def __init__(
+        self,
+        model: Any = None,
+        vquant: str = "fp16",
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        stage2: bool = False,
+        admission_threshold: int = 1,
+        boundary_protect: int = 0,
+        prefill_chunk_size: int | None = None,
+        softmax_bitexact: bool = False,
+        *,
+        url: str | None = None,
+        username: str | None = None,
+        password: str | None = None,
+        ssl: bool | tls.SSLContext | None = None,
+        on_mismatch: Literal["recompute", "replace", "raise"] = "raise",
+        background_store: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        for name, asked in (
+            ("stage2=True", stage2),
+            (f"boundary_protect={boundary_protect}", boundary_protect > 0),
+            ("softmax_bitexact=True", softmax_bitexact),
+            (f"vquant={vquant!r}", vquant in FORMATS and vquant not in BUILT_FORMATS),
+        ):
+            if asked:
+                raise ValueError(f"{name} {_LATER}")
+        if vquant not in (*BUILT_FORMATS, "native"):
+            raise ValueError(f"unknown vquant {vquant!r} (want {', '.join(BUILT_FORMATS)} or native)")
+        if on_mismatch not in ("recompute", "replace", "raise"):
+            raise ValueError(f"on_mismatch must be 'recompute', 'replace' or 'raise', not {on_mismatch!r}")
+        if prefill_chunk_size is not None and prefill_chunk_size < 0:
+            raise ValueError("prefill_chunk_size must be a positive number of tokens, or None for one pass")
+        where: dict[str, Any] = {"host": host, "port": port, "ssl": ssl, "timeout": timeout}
+        where["username"] = username if username is not None else os.environ.get("PION_USERNAME")
+        where["password"] = password if password is not None else os.environ.get("PION_PASSWORD")
+        where.update(parse_url(url) if url else {})
+
+        self.model = model
+        self.vquant = vquant
+        self.admission_threshold = max(1, admission_threshold)
+        self.prefill_chunk_size = prefill_chunk_size or None
+        self.on_mismatch = on_mismatch
+        self.background_store = background_store
+        self.layout = None if model is None else caches.inspect_model(model)
+        self.resp = Link(Address(**where))
+        self.hits = self.misses = self.admission_skips = 0
+        self.mismatches = self.outages = self.store_errors = 0
+        self.fetch_ms_total = self.store_ms_total = self.last_prefill_ms = 0.0
+        self.attend_query_ms_total, self.attend_query_calls, self.cold_rehydrates_observed = 0.0, 0, 0
+        self._observed: OrderedDict[str, int] = OrderedDict()
+        self._down = False
+        self._storing: threading.Thread | None = None
+
+    # --- the prefix -----------------------------------------------------------------------------------------------
+
+    def get_or_prefill(self, prefix_token_ids: Any, namespace: str) -> list[Any]:
+        """The prompt cache of a prefix: fetched when the server has it, else computed here and stored.
+
+        Args:
+            prefix_token_ids: a flat sequence of token ids, at least one.
+            namespace: the key, see `make_namespace`.
+
+        Returns:
+            What ``mlx_lm.models.cache.make_prompt_cache(model)`` returns, holding exactly the prefix. It belongs to
+            the caller alone.
+
+        Raises:
+            RuntimeError: this object has no model.
+            MismatchError: the namespace holds something else and ``on_mismatch="raise"``.
+            AuthenticationError: credentials are missing, wrong, or not enough.
+            ssl.SSLError: TLS failed.
+            CommandError: the server refused the lookup for another reason.
+        """
+        layout = self._layout()
+        ids = token_array(prefix_token_ids)
+        if not ids.size:
+            raise ValueError("the prefix has no tokens")
+        digest = prefix_digest(model_identity(self.model), ids)
+
+        outcome, reason = self._ask(namespace, digest)
+        if outcome == "hit":
+            outcome, reason, cache = self._fetch(namespace, layout, len(ids))
+            if outcome == "hit":
+                return cache
+        if outcome == "mismatch":
+            self._mismatch(namespace, reason)
+
+        self.misses += 1
+        started = time.perf_counter()
+        cache = caches.prefill(self.model, ids.tolist(), self.prefill_chunk_size)
+        self.last_prefill_ms = (time.perf_counter() - started) * 1e3
+        if outcome == "down" or not self._admitted(namespace):
+            return cache
+        if outcome == "miss" or self.on_mismatch == "replace":
+            self._store(namespace, layout, digest, cache, len(ids))
+        return cache
+
+    def prepare(self, tokenizer: Any, prefix: str, suffix: str, namespace: str) -> tuple[list[Any], list[int]]:
+        """The same for texts: a cache, and the ids still to be fed to the model.
+
+        The ids of ``prefix + suffix`` need not start with the ids of `prefix`: a tokenizer merges across the border.
+        The stored prefix is then cut back, by at most 8 tokens, to where the two agree.
+
+        Args:
+            tokenizer: anything with ``encode(text, add_special_tokens=...)``.
+            prefix: the shared text.
+            suffix: the rest, not empty.
+            namespace: the key of the prefix.
+        """
+        stored, kept, rest = split_at_seam(tokenizer.encode, prefix, suffix)
+        cache = self.get_or_prefill(stored, namespace)
+        for layer in cache:
+            layer.trim(len(stored) - kept)
+        return cache, rest
+
+    def lookup(self, namespace: str, prefix_token_ids: Any = None) -> bool:
+        """Whether the server holds all rows of a namespace.
+
+        Args:
+            namespace: the key.
+            prefix_token_ids: when given (and there is a model), also whether they are the rows of these tokens.
+
+        Returns:
+            False when it does not, holds something else, or cannot be reached.
+
+        Raises:
+            AuthenticationError, CommandError, ssl.SSLError: the server refused the question.
+        """
+        digest = None
+        if prefix_token_ids is not None:
+            self._layout()
+            digest = prefix_digest(model_identity(self.model), prefix_token_ids)
+        return self._ask(namespace, digest)[0] == "hit"
+
+    def drop(self, *namespaces: str) -> int:
+        """Delete prefixes on the server; returns how many of them it held."""
+        return int(self._command("KV.PREFIX.DROP", *namespaces))
+
+    def commit(self) -> None:
+        """Return once everything stored so far would survive a power loss."""
+        self._command("KV.PREFIX.COMMIT")
+
+    def save(self, path: str | None = None) -> None:
+        """`commit` and an index checkpoint; with `path`, a copy of the store in the server's data directory."""
+        self._command("KV.PREFIX.SAVE", *([path] if path else []))
+
+    def stats(self) -> dict[str, Any]:
+        """What this object did so far: counts, and milliseconds spent fetching, storing and prefilling."""
+        asked = self.hits + self.misses
+        return {
+            "hits": self.hits,
+            "misses": self.misses,
+            "hit_rate": self.hits / asked if asked else 0.0,
+            "admission_skips": self.admission_skips,
+            "admission_threshold": self.admission_threshold,
+            "fetch_ms_total": self.fetch_ms_total,
+            "store_ms_total": self.store_ms_total,
+            "last_prefill_ms": self.last_prefill_ms,
+            "mismatches": self.mismatches,
+            "outages": self.outages,
+            "store_errors": self.store_errors,
+        }
+
+    def close(self) -> None:
+        """Wait for a background store and close the connection. The next call opens a new one."""
+        self._wait()
+        self.resp.close()
+
+    def __enter__(self) -> PionPromptCache:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # --- talking to the server ------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        storing = self._storing
+        if storing is not None and storing is not threading.current_thread():
+            storing.join()
+
+    def _command(self, *parts: Any) -> Any:
+        self._wait()
+        return self.resp.execute(*parts)
+
+    def _went_down(self, error: BaseException) -> None:
+        self.outages += 1
+        if not self._down:
+            self._down = True
+            log.warning("%s is not reachable (%s); prefixes are computed locally until it is", self.resp.address, error)
+
+    def _came_back(self) -> None:
+        if self._down:
+            self._down = False
+            log.warning("%s is reachable again", self.resp.address)
+
+    def _ask(self, namespace: str, digest: str | None) -> tuple[Outcome, str]:
+        """LOOKUP: what the server says, and why."""
+        try:
+            reply = self._command("KV.PREFIX.LOOKUP", namespace, *(["DIGEST", digest] if digest else []))
+        except MismatchError as error:
+            self._came_back()
+            return "mismatch", str(error)
+        except tls.SSLError:
+            raise
+        except OSError as error:
+            self._went_down(error)
+            return "down", str(error)
+        self._came_back()
+        return ("hit" if reply == b"HIT" else "miss"), ""
+
+    def _mismatch(self, namespace: str, reason: str) -> None:
+        self.mismatches += 1
+        if self.on_mismatch == "raise":
+            raise MismatchError(
+                f"{reason} (namespace {namespace!r}; on_mismatch='recompute' leaves it alone, 'replace' overwrites it)"
+            )
+        log.warning("prefix %s: %s; %s", namespace, reason, f"on_mismatch={self.on_mismatch!r}")
+
+    def _admitted(self, namespace: str) -> bool:
+        seen = self._observed[namespace] = self._observed.pop(namespace, 0) + 1
+        if len(self._observed) > _OBSERVED_MAX:
+            self._observed.popitem(last=False)
+        if seen < self.admission_threshold:
+            self.admission_skips += 1
+        return seen >= self.admission_threshold
+
+    def _layout(self) -> Layout:
+        if self.layout is None:
+            raise RuntimeError(_NEEDS_MODEL)
+        return self.layout
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    def _fetch(self, namespace: str, layout: Layout, rows: int) -> tuple[Outcome, str, list[Any]]:
+        """The cache of a hit; or another outcome, and why, when it cannot be used after all."""
+        started = time.perf_counter()
+        try:
+            cache = transfer.fetch(self.resp, namespace, self.model, layout, self.vquant, rows)
+        except MismatchError as error:
+            return "mismatch", str(error), []
+        except AuthenticationError:
+            raise
+        except (UnusableError, CommandError) as error:
+            log.warning("prefix %s cannot be used and is computed again: %s", namespace, error)
+            return "miss", str(error), []
+        except tls.SSLError:
+            raise
+        except OSError as error:
+            self._went_down(error)
+            return "down", str(error), []
+        self.fetch_ms_total += (time.perf_counter() - started) * 1e3
+        self.hits += 1
+        return "hit", "", cache
+
+    def _store(self, namespace: str, layout: Layout, digest: str, cache: list[Any], rows: int) -> None:
+        """Register and send the rows. A failure costs the next caller a miss, never this one its cache."""
+        started = time.perf_counter()
+        fmt = transfer.stored_format(self.vquant, layout.dtype)
+        prefill_ms = min(MAX_PREFILL_MS, max(1, round(self.last_prefill_ms)))
+        replace = self.on_mismatch == "replace"
+        try:
+            self._wait()
+            transfer.register(self.resp, namespace, layout, fmt, rows, digest, prefill_ms, replace=replace)
+        except MismatchError as error:  # somebody else was quicker, with something else
+            self._mismatch(namespace, str(error))
+            return
+        except (AuthenticationError, tls.SSLError):
+            raise
+        except (CommandError, OSError) as error:
+            self._not_stored(namespace, error)
+            return
+        sides = transfer.packed(cache, rows)
+        if not self.background_store:
+            self._send(namespace, layout, rows, sides, started)
+            return
+        # Packed now: the caller is about to append to these arrays, and a reference to them would cost it a copy.
+        self._storing = threading.Thread(
+            target=self._send, args=(namespace, layout, rows, list(sides), started), name="pion store", daemon=False
+        )
+        self._storing.start()
+
+    def _send(self, namespace: str, layout: Layout, rows: int, sides: Any, started: float) -> None:
+        try:
+            transfer.send_rows(self.resp, namespace, layout.dtype, rows, sides)
+        except (CommandError, OSError) as error:
+            self._not_stored(namespace, error)
+        self.store_ms_total += (time.perf_counter() - started) * 1e3
+
+    def _not_stored(self, namespace: str, error: Exception) -> None:
+        self.store_errors += 1
+        if isinstance(error, OSError):
+            self._went_down(error)
+        log.warning("prefix %s was computed but not stored: %s", namespace, error)

@@ -1,0 +1,1 @@
+"""A demonstration with a real model."""
