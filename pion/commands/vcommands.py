@@ -342,7 +342,8 @@ def snapshot(ctx: Context, argv: list[bytes]) -> Any:
 def restore(ctx: Context, argv: list[bytes]) -> Any:
     """`sid snap_id`: never grows a layer; the snapshot stays valid."""
     engine = kv.engine(ctx, hint=False)
-    engine.v_restore(argv[1], _snap_id("V.RESTORE", argv))
+    snap = _snap_id("V.RESTORE", argv)
+    engine.v_restore(argv[1], snap)
     return kv.acknowledged(ctx, OK)
 
 
@@ -353,7 +354,8 @@ def restore(ctx: Context, argv: list[bytes]) -> Any:
 def commit(ctx: Context, argv: list[bytes]) -> Any:
     """`sid snap_id` -> 1, or 0 for one that is not there."""
     engine = kv.engine(ctx, hint=False)
-    return int(engine.v_commit(argv[1], _snap_id("V.COMMIT", argv)))
+    snap = _snap_id("V.COMMIT", argv)
+    return int(engine.v_commit(argv[1], snap))
 
 
 def _snap_id(name: str, argv: list[bytes]) -> int:
