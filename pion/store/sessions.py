@@ -14,7 +14,7 @@ from pion._core.stream import RAW, Extents
 from pion.errors import CommandError
 from pion.store import layout, loader, writes
 from pion.store.entries import Entry, SessionNotFoundError
-from pion.store.layout import UNDECLARED, Side
+from pion.store.layout import UNDECLARED, Declared, Side
 from pion.store.store import Store
 from pion.store.writes import Write
 
@@ -33,12 +33,14 @@ class SessionInfo:
         index: its number.
         dim, fmt: values per row; format code.
         rows: rows reported by each layer, gaps included.
+        declared: what REGISTER said of the prefix.
     """
 
     index: int
     dim: int
     fmt: int
     rows: list[int]
+    declared: Declared
 
     @property
     def num_layers(self) -> int:
@@ -281,7 +283,7 @@ class Sessions:
             entry, side, about = self._find(sid)
             assert entry.rows is not None
             rows = [entry.rows.tokens(side, layer) for layer in range(entry.rows.layers(side))]
-            return SessionInfo(store.slot(entry, side), about.dim, about.fmt, rows)
+            return SessionInfo(store.slot(entry, side), about.dim, about.fmt, rows, entry.declared)
 
     def dim(self, sid: bytes) -> int:
         """Values per row."""
