@@ -12,7 +12,8 @@ STRIDE = 8
 SEED = framing.seed_of(12345)
 
 _spans = st.tuples(st.integers(0, 40), st.integers(1, 12))
-_steps = st.lists(st.one_of(st.tuples(st.just("put"), _spans), st.tuples(st.just("trim"), st.integers(0, 45))), max_size=30)
+_step = st.one_of(st.tuples(st.just("put"), _spans), st.tuples(st.just("trim"), st.integers(0, 45)))
+_steps = st.lists(_step, max_size=30)
 
 
 def _check(rows: vstore.Rows, model: dict[int, int], tokens: int) -> None:
@@ -165,7 +166,8 @@ def test_merge_makes_one_record_per_run(file: int, tmp_path) -> None:
         again = vstore.Rows()
         assert again.scan(other, 0, at, seed, pytest.fail) == (at, "")
         assert _read(again, other) == _read(rows, file)
-        assert all(vstore.check_records(other, seed, again.unchecked(s, n, 0, 99)) == -1 for s in (0, 1) for n in range(3))
+        for side, layer in ((s, n) for s in (0, 1) for n in range(3)):
+            assert vstore.check_records(other, seed, again.unchecked(side, layer, 0, 99)) == -1
     finally:
         os.close(other)
 
