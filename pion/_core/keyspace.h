@@ -44,17 +44,19 @@ static inline kent *ks_insert(ks *k, int db, uint64_t hash, const void *key, siz
     return e;
 }
 
-/* Write a large value to its own file if it has none. A mover may have done it before with ks_blob_write. */
+/* Write a large value to its own file if it has none. A mover may have done it before: ks_blob_write there, then
+ * klog_fresh_blob and ks_blob_attach on the owner's thread. */
 static inline int ks_blob_save(ks *k, kval *v) {
     if (k->log.blob_fd < 0 || v->len < KS_BLOB_MIN) return 0;
     if (kval_blob(v) && !(v->flags & KV_DIRTY)) return 0;
     const uint64_t old = kval_blob(v);
     uint64_t blob;
+    uint32_t crc = 0;
     int rc;
-    do rc = ks_blob_write(k->log.blob_fd, blob = ks_random_u64(k), v);
+    do rc = ks_blob_write(k->log.blob_fd, blob = ks_random_u64(k), v->data, v->len, &crc);
     while (rc == -EEXIST);
     if (rc) return rc;
-    v->flags &= ~(uint32_t)KV_DIRTY;
+    ks_blob_attach(v, blob, crc);
     if (old) klog_drop_blob(&k->log, old);
     return klog_fresh_blob(&k->log, blob);
 }
@@ -253,6 +255,7 @@ static inline int ks_write(ks *k, int db, const void *key, size_t klen, uint64_t
             kval_unref(v);
             return -ENOMEM;
         }
+        if (old) v->flags |= old->flags & KV_DAMAGED;
         e->value = v;
         e->type = KS_STRING;
         if (old && kval_blob(old) && v->flags & KV_BIG) { /* the file stays the base of what the log adds to it */

@@ -284,6 +284,20 @@ static inline int klog_flush(klog *g) {
     return 0;
 }
 
+/* Move the blobs whose dropping is on disk to `out` (room for `most`); returns how many. */
+static inline size_t klog_take_drops(klog *g, uint64_t *out, size_t most) {
+    const uint64_t synced = __atomic_load_n(&g->synced, __ATOMIC_ACQUIRE);
+    size_t n = 0;
+    while (n < most && n < g->drops_written && g->drops[n].position <= synced) {
+        out[n] = g->drops[n].blob;
+        n++;
+    }
+    memmove(g->drops, g->drops + n, (g->ndrops - n) * sizeof *g->drops);
+    g->ndrops -= n;
+    g->drops_written -= n;
+    return n;
+}
+
 /* Try again after a failed write: 0 when everything pending is in the file. */
 static inline int klog_retry(klog *g) {
     if (g->lost) return -g->error;
@@ -305,6 +319,40 @@ static inline int klog_fresh_blob(klog *g, uint64_t blob) {
     return 0;
 }
 
+/* Offset of the first record at or after `offset` that is whole, or -1: tells damage in the middle from a torn tail. */
+static inline int64_t klog_resync(int fd, uint64_t offset, uint64_t end, uint32_t seed, int *error) {
+    const size_t room = 4u << 20;
+    uint8_t *window = (uint8_t *)malloc(room);
+    int64_t found = -1;
+    *error = window ? 0 : ENOMEM;
+    while (window && found < 0 && offset + FR_LOG_HEADER <= end) {
+        const size_t want = end - offset < room ? (size_t)(end - offset) : room;
+        const ssize_t got = fr_pread(fd, window, want, offset);
+        if (got < (ssize_t)want) {
+            *error = got < 0 ? errno : EIO;
+            break;
+        }
+        for (size_t i = 0; i + FR_LOG_HEADER <= want; i++) {
+            const uint8_t *p = window + i;
+            const uint32_t len = fr_get32(p);
+            if (len < FR_LOG_FIXED || len > FR_LOG_MAX || 8 + (uint64_t)len > end - offset - i || p[8] == 0 ||
+                p[8] > KS_LOG_ZREM || p[9] >= 64 || fr_get32(p + 10) > len - FR_LOG_FIXED)
+                continue;
+            uint32_t crc = crc32c(seed, p, 4);
+            if (8 + (size_t)len <= want - i) crc = crc32c(crc, p + 8, len);
+            else if ((*error = fr_crc_file(fd, offset + i + 8, len, crc, &crc))) break;
+            if (crc == fr_get32(p + 4)) {
+                found = (int64_t)(offset + i);
+                break;
+            }
+        }
+        if (*error || want < room) break;
+        offset += want - FR_LOG_HEADER + 1;
+    }
+    free(window);
+    return found;
+}
+
 static inline void klog_free(klog *g) {
     klog_clear(g);
     free(g->buf);
@@ -314,16 +362,17 @@ static inline void klog_free(klog *g) {
     klog_init(g);
 }
 
-/* Write the bytes of `v` as value file `blob` under `dirfd` and note that in `v`; any thread may do it while it holds
- * a reference and nobody changes the bytes. 0 or -errno; a file that could not be written is removed. */
-static inline int ks_blob_write(int dirfd, uint64_t blob, kval *v) {
+/* Write n bytes as value file `blob` under `dirfd`; *crc gets their checksum. Any thread may do it. 0 or -errno; a file
+ * that could not be written is removed. */
+static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc) {
     char name[24];
     uint8_t head[2 * FR_HEADER];
     fr_header h;
     snprintf(name, sizeof name, "%016llx", (unsigned long long)blob);
     const int fd = openat(dirfd, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0) return -errno;
-    const uint32_t seed = fr_seed(blob), crc = crc32c(seed, v->data, v->len);
+    const uint32_t seed = fr_seed(blob);
+    *crc = crc32c(seed, data, n);
     memset(&h, 0, sizeof h);
     h.kind = FR_KIND_FILE;
     h.state = FR_VALID;
@@ -335,19 +384,21 @@ static inline int ks_blob_write(int dirfd, uint64_t blob, kval *v) {
     h.kind = KS_BLOB_KIND;
     h.aux = h.start = 0;
     h.token = 0;
-    h.payload_len = v->len;
-    h.payload_crc = crc;
+    h.payload_len = n;
+    h.payload_crc = *crc;
     fr_encode(head + FR_HEADER, &h, NULL, seed);
-    struct iovec iov[2] = {{head, sizeof head}, {v->data, v->len}};
+    struct iovec iov[2] = {{head, sizeof head}, {(char *)data, n}};
     int rc = ks_pwritev_all(fd, iov, 2, 0);
     if (close(fd) && !rc) rc = -errno;
-    if (rc) {
-        unlinkat(dirfd, name, 0);
-        return rc;
-    }
+    if (rc) unlinkat(dirfd, name, 0);
+    return rc;
+}
+
+/* From now on the file holds the bytes of `v` (KV_BIG). */
+static inline void ks_blob_attach(kval *v, uint64_t blob, uint32_t crc) {
     ((kbig *)v)->blob = blob;
     ((kbig *)v)->crc = crc;
-    return 0;
+    v->flags &= ~(uint32_t)KV_DIRTY;
 }
 
 /* Load a ghost. 0, -errno, or -EILSEQ when the file does not hold what the log says. */
@@ -356,7 +407,7 @@ static inline int ks_blob_read(int dirfd, kval *v) {
     char name[24];
     uint8_t head[2 * FR_HEADER];
     fr_header file, h;
-    size_t alloc;
+    size_t alloc = 0;
     snprintf(name, sizeof name, "%016llx", (unsigned long long)b->blob);
     const int fd = openat(dirfd, name, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return -errno;

@@ -155,7 +155,9 @@ static inline kent **kdb_bucket(const kdb *d, uint64_t hash) {
     return &d->now.buckets[hash >> (64 - d->now.bits)];
 }
 
-static inline void kdb_move_chain(kdb *d, kent *e) {
+static inline void kdb_move_chain(kdb *d, kent **from) {
+    kent *e = *from;
+    *from = NULL; /* a flush half-way frees both tables */
     while (e) {
         kent *next = e->next, **to = &d->next.buckets[e->hash >> (64 - d->next.bits)];
         e->next = *to;
@@ -172,10 +174,10 @@ static inline void kdb_step(kdb *d, uint64_t n) {
     const uint64_t stop = units - d->pos < n ? units : d->pos + n;
     for (; d->pos < stop; d->pos++) {
         if (grow) {
-            kdb_move_chain(d, d->now.buckets[d->pos]);
+            kdb_move_chain(d, &d->now.buckets[d->pos]);
         } else {
-            kdb_move_chain(d, d->now.buckets[2 * d->pos]);
-            kdb_move_chain(d, d->now.buckets[2 * d->pos + 1]);
+            kdb_move_chain(d, &d->now.buckets[2 * d->pos]);
+            kdb_move_chain(d, &d->now.buckets[2 * d->pos + 1]);
         }
     }
     if (d->pos < units) return;

@@ -25,7 +25,12 @@
 #define KV_CLASSES (8 * 40)
 #define KV_CACHE_LIMIT ((size_t)256 << 20)
 
-enum { KV_BIG = 1, KV_GHOST = 2, KV_DIRTY = 4 };
+enum {
+    KV_BIG = 1,
+    KV_GHOST = 2,  /* not loaded from its file yet */
+    KV_DIRTY = 4,  /* the file holds an older state, the log the changes since */
+    KV_DAMAGED = 8 /* zeros in place of a file that could not be read */
+};
 
 typedef struct kval {
     uint32_t refs; /* atomic */
