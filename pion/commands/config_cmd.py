@@ -68,8 +68,10 @@ def _apply(ctx: Context, changes: dict[str, Any]) -> None:
     if "maxmemory" in changes:
         state.maxmemory = changes["maxmemory"]
         state.over_memory()
+    if "maxclients" in changes:
+        state.maxclients = changes["maxclients"]
     if "requirepass" in changes:
-        ctx.auth.set_password(changes["requirepass"].encode("utf-8", "surrogateescape") or None)
+        ctx.auth.set_password(changes["requirepass"])
     if "slowlog_log_slower_than" in changes:
         state.slowlog.threshold_us = changes["slowlog_log_slower_than"]
     if "slowlog_max_len" in changes:

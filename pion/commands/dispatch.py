@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -12,7 +13,7 @@ from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
 from pion.commands.state import CommandStats, ServerState
-from pion.errors import AuthenticationError, CommandError, OutOfMemoryError
+from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.wire.resp import Err, Raw
 
 log = logging.getLogger("pion.commands")
@@ -171,7 +172,7 @@ class Dispatcher:
         """The record of a command that may run now.
 
         Raises:
-            CommandError: not logged in, unknown, wrong number of arguments or out of memory.
+            CommandError: not logged in, unknown, wrong number of arguments, out of memory, or the log is broken.
         """
         if not conn.authenticated:
             # Before the login even the command's existence is not told.
@@ -187,6 +188,8 @@ class Dispatcher:
             raise AuthenticationError(errors.NOAUTH)
         if record.denyoom and self.server.maxmemory and self.server.over_memory():
             raise OutOfMemoryError
+        if record.logged and (errno := self.engine.keyspace.refuses):
+            raise StorageError(errors.MISCONF_LOG.format(reason=os.strerror(errno)))
 
     def _execute(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         started = time.perf_counter_ns()
