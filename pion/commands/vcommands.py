@@ -296,7 +296,10 @@ def _session_lines(session: Any) -> list[str]:
         "schema:uniform",
     ]
     lines += [f"layer_{i}_tokens:{rows}" for i, rows in enumerate(session.rows) if rows]
-    return [*lines, f"total_tokens:{sum(session.rows)}"]
+    lines.append(f"total_tokens:{sum(session.rows)}")
+    # Behind the published lines: what a client needs to make tensors of the rows, as far as REGISTER said it.
+    told = {name: getattr(session.declared, name) for name in ("heads", "head_dim", "rope", "digest")}
+    return [*lines, *(f"{name}:{value}" for name, value in told.items() if value is not None)]
 
 
 @command(
