@@ -79,7 +79,7 @@ def _apply(ctx: Context, changes: dict[str, Any]) -> None:
     if "loglevel" in changes:
         logging.getLogger("pion").setLevel(_LEVELS[changes["loglevel"]])
     if "appendfsync" in changes:
-        ctx.engine.appendfsync = changes["appendfsync"]
+        ctx.engine.set_appendfsync(changes["appendfsync"])
 
 
 @command("CONFIG|RESETSTAT", 2, _FLAGS, 0, 0, 0, "server", "2.0.0", "Zeroes the counters of INFO.", "O(1)")

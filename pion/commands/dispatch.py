@@ -98,12 +98,14 @@ class Dispatcher:
         from pion._core import plane as core
 
         self._plane = self.server.plane = plane
-        self._fast_ids = {
-            record.name: getattr(core, f"FAST_{record.fast}") for record in table.fast_commands() if record.fast
-        }
+        self._fast_ids = {record.name: getattr(core, f"FAST_{record.fast}") for record in self._fast_records()}
 
-    @staticmethod
-    def fast_table() -> list[tuple[int, bytes, int, int]]:
+    def _fast_records(self) -> list[table.Command]:
+        """The commands the plane may run: C knows neither the feature gate nor the required prefix of a namespace."""
+        namespaces = getattr(self.engine, "kvcache", False) and not getattr(self.options, "ns_prefix", "")
+        return [record for record in table.fast_commands() if record.group != "prefix" or namespaces]
+
+    def fast_table(self) -> list[tuple[int, bytes, int, int]]:
         """`(id, name, arity, flags)` of every fast command, for the plane's constructor."""
         from pion._core import plane as core
 
@@ -114,7 +116,7 @@ class Dispatcher:
                 record.arity,
                 (core.FLAG_WRITE if record.write else 0) | (core.FLAG_DENYOOM if record.denyoom else 0),
             )
-            for record in table.fast_commands()
+            for record in self._fast_records()
         ]
 
     # --- connections -----------------------------------------------------------------------------------------------

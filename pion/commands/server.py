@@ -43,6 +43,9 @@ async def _save(ctx: Context) -> None:
     changes = ctx.ks.dirty
     try:
         await ctx.in_thread(ctx.engine.save)
+    except StorageError:
+        state.last_save_ok = False
+        raise
     except OSError as error:
         state.last_save_ok = False
         raise StorageError(f"ERR save failed: {error.strerror}") from error
