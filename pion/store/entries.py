@@ -64,8 +64,8 @@ class Entry:
 
     __slots__ = (
         "_meta", "base", "blocks", "compacting", "declared", "dirty", "generation", "gone", "has_states", "key",
-        "key_rows", "mask", "nbytes", "path", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size",
-        "slots", "snapshots", "states", "unsynced", "used", "writers",
+        "key_rows", "mask", "nbytes", "path", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides",
+        "size", "slots", "snapshots", "states", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
