@@ -33,7 +33,7 @@ USES: dict[str, tuple[str, ...]] = {
 TOP = ("cli", "config", "demo", "testing", "__main__")
 
 # External packages that belong to some layers only. "inside" = in function bodies, anywhere.
-TRIO = ("net", "serve", "client.async_", "testing", "cli")
+TRIO = ("net", "serve", "client.async_", "client.async_pool", "testing", "cli")
 LAZY = ("mlx", "mlx_lm")
 NUMPY_FREE = ("errors", "limits", "_core", "wire", "store", "commands", "auth", "net", "config", "cli")
 
