@@ -93,7 +93,8 @@ class _Job:
         self.payloads = [*([entry.blocks] if entry.blocks else []), *entry.states.values()]
         self.fresh = Entry(entry.key, layout.new_generation())
         self.fresh.seed = loader.seed_of(self.fresh.generation)
-        self.fresh.describe(list(entry.sides), entry.declared)
+        self.fresh.describe(entry.sides, entry.declared)
+        self.fresh.states = {}
         self.rows = self.fresh.rows = vstore.Rows()
         fd, self.temporary = store.files.scratch(entry.path)
         self.target = FdRef(fd)

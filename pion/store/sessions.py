@@ -103,7 +103,7 @@ class Sessions:
     def _add_side(self, entry: Entry, side: int, about: Side) -> None:
         store = self.store
         store.make_slots(1, entry)
-        before = list(entry.sides)
+        before = entry.sides
         sides = list(before)
         sides[side] = about
         store.recounted(entry, lambda: entry.describe(sides, entry.declared))
@@ -305,6 +305,8 @@ class Sessions:
         with store.lock:
             entry, side, _ = self._find(sid)
             assert entry.rows is not None
+            if entry.snapshots is None:
+                entry.snapshots = {}
             if sum(1 for kept in entry.snapshots.values() if kept[0] == side) >= limits.MAX_SNAPSHOTS:
                 raise CommandError(f"ERR V.SNAPSHOT: no free snapshot slot (max {limits.MAX_SNAPSHOTS} per session)")
             self._last_snapshot += 1
@@ -317,7 +319,7 @@ class Sessions:
         store = self.store
         with store.lock:
             entry, side, _ = self._find(sid)
-            kept = entry.snapshots.get(ident)
+            kept = (entry.snapshots or {}).get(ident)
             if kept is None or kept[0] != side:
                 raise CommandError("ERR V.RESTORE: unknown snap_id for this session")
             rows = entry.rows
@@ -333,8 +335,7 @@ class Sessions:
         """Forget a snapshot; 1 when it was there."""
         with self.store.lock:
             entry, side, _ = self._find(sid)
-            kept = entry.snapshots.get(ident)
-            if kept is None or kept[0] != side:
+            if entry.snapshots is None or entry.snapshots.get(ident, [-1])[0] != side:
                 return 0
             del entry.snapshots[ident]
             return 1
