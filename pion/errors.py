@@ -54,6 +54,9 @@ class StartupError(PionError):
 # --- shared -------------------------------------------------------------------------------------------------------
 SYNTAX: Final = "ERR syntax error"
 NOT_INTEGER: Final = "ERR value is not an integer or out of range"
+NOT_INT32: Final = "ERR value is out of range, value must between -2147483648 and 2147483647"
+NOT_INT63: Final = "ERR value is out of range, value must between -9223372036854775807 and 9223372036854775807"
+OUT_OF_RANGE: Final = "ERR value is out of range"
 NOT_POSITIVE: Final = "ERR value is out of range, must be positive"
 NOT_FLOAT: Final = "ERR value is not a valid float"
 NO_SUCH_KEY: Final = "ERR no such key"
@@ -83,6 +86,7 @@ MAXCLIENTS: Final = "ERR max number of clients reached"
 # --- strings ------------------------------------------------------------------------------------------------------
 INCR_OVERFLOW: Final = "ERR increment or decrement would overflow"
 DECR_OVERFLOW: Final = "ERR decrement would overflow"
+NAN_OR_INFINITY: Final = "ERR value is NaN or Infinity"
 INCR_NAN: Final = "ERR increment would produce NaN or Infinity"
 STRING_TOO_LONG: Final = "ERR string exceeds maximum allowed size (proto-max-bulk-len)"
 OFFSET_RANGE: Final = "ERR offset is out of range"
@@ -109,7 +113,7 @@ ZRANGE_LEX_SCORES: Final = "ERR syntax error, WITHSCORES not supported in combin
 MISCONF_LOG: Final = "MISCONF Errors writing to the log: {reason}"
 CONFIG_UNKNOWN: Final = "ERR Unknown option or number of arguments for CONFIG SET - '{name}'"
 CONFIG_FAILED: Final = "ERR CONFIG SET failed (possibly related to argument '{name}') - {reason}"
-DEBUG_REFUSED: Final = "ERR DEBUG command not allowed. This server does not offer it."
+DEBUG_REFUSED: Final = "ERR DEBUG command not allowed."
 NO_SHUTDOWN: Final = "ERR No shutdown in progress."
 
 
@@ -131,6 +135,13 @@ def unknown_command(argv: "list[bytes]") -> CommandError:
 def unknown_subcommand(container: str, name: bytes) -> CommandError:
     """Redis 7's text for an unknown subcommand: clients in "auto" modes fall back on it."""
     return CommandError(f"ERR unknown subcommand '{_printable(name, 128)}'. Try {container.upper()} HELP.")
+
+
+def bad_subcommand(container: str, name: str) -> CommandError:
+    """Redis's text for a known subcommand with arguments it does not know."""
+    return CommandError(
+        f"ERR unknown subcommand or wrong number of arguments for '{name.upper()}'. Try {container.upper()} HELP."
+    )
 
 
 def expire_time(command: str) -> CommandError:

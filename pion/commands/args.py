@@ -155,7 +155,9 @@ def compile_glob(pattern: bytes, nocase: bool = False) -> re.Pattern[bytes]:
     Everything between two stars has a fixed length, so its leftmost match is as good as any other: atomic groups keep
     the cost at pattern times subject for every pattern (`a*a*a*a*b` against a long run of `a` included).
     """
-    segments, current, i, n = [], [], 0, len(pattern)
+    segments: list[bytes] = []
+    current: list[bytes] = []
+    i, n = 0, len(pattern)
     while i < n:
         char = pattern[i : i + 1]
         i += 1

@@ -6,16 +6,16 @@ embedding API, tests) everything still works: threads become plain calls and SHU
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pion import limits
+from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
 _SAMPLES = 16  # of a tenth of a second each, as Redis averages its instantaneous figures
@@ -127,8 +127,7 @@ class ServerState:
         spawn: starts `async_fn()` in the background.
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.
         shut_down: called once with `save: bool` by SHUTDOWN.
-        info_extra: `() -> list[(name, value)]`, the lines of INFO's `# Pion`.
-        ssm: whatever other families keep here.
+        port: the bound TCP port.
     """
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
@@ -139,11 +138,11 @@ class ServerState:
     engine: Any = None
     port: int = 0
     maxmemory: int = 0
-    maxclients: int = limits.DEFAULT_MAXCLIENTS
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
     started: float = field(default_factory=time.monotonic)
     started_unix: int = field(default_factory=lambda: int(time.time()))
     slowlog: SlowLog = field(default_factory=SlowLog)
+    scans: ScanCache = field(default_factory=ScanCache)
     commands: dict[str, CommandStats] = field(default_factory=dict)
     error_counts: dict[str, int] = field(default_factory=dict)
     commands_processed: int = 0
@@ -236,6 +235,15 @@ class ServerState:
             return int(self.plane.stats["commands_processed"])
         return self.commands_processed
 
+    def command_stats(self) -> dict[str, CommandStats]:
+        """Calls by command name, those of the C fast path added."""
+        out = {name: replace(stats) for name, stats in self.commands.items()}
+        for name, calls, usec in self.plane.fast_calls() if self.plane is not None else ():
+            stats = out.setdefault(name, CommandStats())
+            stats.calls += calls
+            stats.usec += usec
+        return out
+
     def rates(self) -> tuple[int, float, float]:
         """(commands, KB in, KB out) per second over the last 1.6 seconds."""
         if len(self._samples) < 2:
@@ -261,8 +269,3 @@ class ServerState:
             self.plane.reset_stats()
         if self.engine is not None:
             self.engine.keyspace.reset_stats()
-
-
-def process_title() -> str:
-    """The executable for INFO server."""
-    return os.path.realpath(sys.executable)

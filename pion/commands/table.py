@@ -46,7 +46,8 @@ class Command:
         arity: as in Redis: exact when positive, minimum when negative, the name included.
         flags: names of `FLAG_ORDER`.
         first, last, step: key positions in argv; `first` 0 = no keys, `last` negative counts from the end.
-        keys: flags of the one key spec (`RO access`, `RW update`, ...), empty when there are no keys.
+        keys: flags of the key spec (`RO access`, `RW update`, ...), empty when there are no keys; several specs of one
+            key each are separated by `;`.
         fast: suffix of the plane's constant (`GET` -> `plane.FAST_GET`) when the plane also has this command in C.
         stream_arg: argv index of the argument that may be received straight into a file, or None.
         open_stream: `(ctx, argv_so_far, nbytes) -> Sink`, set by the family that owns the command.
@@ -151,10 +152,12 @@ def add(record: Command) -> None:
 def container(name: str, group: str, since: str, summary: str) -> None:
     """Registers a command that exists only through its subcommands (CLIENT, CONFIG, ...)."""
 
-    def handler(_ctx: Any, argv: list[bytes]) -> Any:
-        raise errors.unknown_subcommand(name, argv[1])
+    add(Command(name.lower(), _bare, -2, frozenset(), 0, 0, 0, group, since, summary, "Depends on subcommand."))
 
-    add(Command(name.lower(), handler, -2, frozenset(), 0, 0, 0, group, since, summary, "Depends on subcommand."))
+
+def _bare(_ctx: Any, argv: list[bytes]) -> Any:
+    """The handler of a container; `find` refuses an unknown subcommand before."""
+    raise errors.unknown_subcommand(argv[0].decode("latin-1"), argv[1])
 
 
 def find(argv: list[bytes]) -> Command:
@@ -209,7 +212,7 @@ def _implied_categories(record: Command) -> frozenset[str]:
         out |= {"admin", "dangerous"}
     if "pubsub" in flags:
         out.add("pubsub")
-    if record.group in _GROUP_CATEGORY:
+    if record.group in _GROUP_CATEGORY and record.handler is not _bare:
         out.add(_GROUP_CATEGORY[record.group])
     return frozenset(out)
 

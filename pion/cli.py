@@ -1,0 +1,126 @@
+"""The two programs: `pion-server` (also `python -m pion.cli`) and `pion`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from pion import __version__
+from pion.config import HelpRequested, Options, VersionRequested, help_text, parse_args
+from pion.errors import NOT_IN_VERSION, StartupError
+
+_LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
+
+_USAGE = """usage: pion <command> [arguments]
+
+  server   the server; the same as pion-server
+  demo     cold, warm and after a kill: a real model on a stored prefix
+
+inspect, check, top and bench come with later versions."""
+
+
+def server_main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM, SIGINT or SHUTDOWN.
+
+    Returns:
+        The exit status: 0 after a clean end, 1 when the server could not start (`FATAL: ...` on stderr).
+    """
+    try:
+        options = parse_args(sys.argv[1:] if argv is None else argv)
+    except HelpRequested:
+        print(help_text())
+        return 0
+    except VersionRequested:
+        print(f"pion-server {__version__}")
+        return 0
+    except StartupError as error:
+        return _fatal(error, "Run pion-server --help for the flags.")
+    _configure(options)
+    import trio
+
+    from pion.net.server import serve
+
+    print(banner(options), flush=True)
+    try:
+        trio.run(functools.partial(serve, options))
+    except StartupError as error:
+        return _fatal(error)
+    except BaseExceptionGroup as group:
+        # The nursery of serve() wraps whatever ends it.
+        startup, rest = group.split(StartupError)
+        if startup is None or rest is not None:
+            raise
+        return _fatal(_leaf(startup))
+    return 0
+
+
+def _leaf(group: BaseExceptionGroup[StartupError]) -> StartupError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StartupError)
+    return error
+
+
+def _fatal(error: StartupError, hint: str = "") -> int:
+    print(f"FATAL: {error}", file=sys.stderr)
+    if hint:
+        print(hint, file=sys.stderr)
+    return 1
+
+
+def _configure(options: Options) -> None:
+    """Process-wide settings that only a program of its own may make."""
+    logging.basicConfig(
+        level=_LEVELS[options.loglevel], stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if options.requirepass and not options.requirepass_file and "PION_REQUIREPASS" not in os.environ:
+        logging.getLogger("pion").warning("--requirepass is visible in ps: --requirepass-file is not")
+    # One busy Python handler must not keep the plane from the interpreter for the default 5 ms.
+    sys.setswitchinterval(0.0005)
+
+
+def banner(options: Options) -> str:
+    """What the server says at its start: the configuration in force."""
+    where = "memory only" if options.memory_only else os.path.abspath(options.dir)
+    listen = [f"{address}:{options.port}" for address in options.bind] if options.port >= 0 else []
+    rows = {
+        "listen": ", ".join([*listen, options.unixsocket] if options.unixsocket else listen),
+        "data": where,
+        "log": f"appendfsync {options.appendfsync}" if options.wal else "off: the ordinary keyspace is not kept",
+        "kv cache": f"on, at most {options.max_sessions} prefixes" if options.kvcache else "off (--kvcache)",
+        "login": "password" if options.requirepass else "none",
+        "movers": str(options.workers),
+    }
+    width = max(map(len, rows))
+    return "\n".join([f"pion-server {__version__}", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `pion` command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0
+    command, rest = words[0], words[1:]
+    if command in ("-v", "--version", "version"):
+        print(f"pion {__version__}")
+        return 0
+    if command == "server":
+        return server_main(rest)
+    if command == "demo" and importlib.util.find_spec("pion.demo") is not None:
+        demo = importlib.import_module("pion.demo")
+        return int(demo.main(rest))
+    if command in ("demo", "inspect", "check", "top", "bench", "import"):
+        print(f"pion {command} is {NOT_IN_VERSION}", file=sys.stderr)
+    else:
+        print(f"pion: unknown command '{command}'\n{_USAGE}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(server_main())

@@ -1,0 +1,45 @@
+"""What a client call can raise besides the refusals of ``pion.errors``, and how an error reply becomes an exception."""
+
+from typing import Final
+
+from pion.errors import (
+    AuthenticationError,
+    CommandError,
+    MismatchError,
+    OutOfMemoryError,
+    PionError,
+    StorageError,
+)
+
+__all__ = ["CallTimeoutError", "ConnectionLostError", "IncompleteError", "PrefixMissError", "reply_error"]
+
+
+class ConnectionLostError(PionError, ConnectionError):
+    """The server cannot be reached, or hung up in the middle of a call. Whether the call took effect is unknown."""
+
+
+class CallTimeoutError(PionError, TimeoutError):
+    """Nothing moved for the timeout. The connection was closed; whether the call took effect is unknown."""
+
+
+class IncompleteError(PionError):
+    """A fetch answered fewer rows, layers or bytes than the prefix has. Nothing of it may be used: recompute."""
+
+
+class PrefixMissError(PionError, LookupError):
+    """The prefix is not there, or not complete; the text says why."""
+
+
+_BY_CODE: Final[dict[str, type[CommandError]]] = {
+    "NOAUTH": AuthenticationError,
+    "WRONGPASS": AuthenticationError,
+    "NOPERM": AuthenticationError,
+    "MISMATCH": MismatchError,
+    "OOM": OutOfMemoryError,
+    "MISCONF": StorageError,
+}
+
+
+def reply_error(text: str) -> CommandError:
+    """The exception for an error reply, by its first word; ``str()`` of it is the whole line."""
+    return _BY_CODE.get(text.partition(" ")[0], CommandError)(text)

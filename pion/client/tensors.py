@@ -1,0 +1,313 @@
+"""Prefixes as numpy arrays: what to send and how to read the answers, without I/O.
+
+A prefix is K and V of all layers, each ``(layers, heads, tokens, head_dim)``. On the wire and in the store a row is one
+token: ``heads * head_dim`` values. An array fetched is therefore a view whose memory is
+``(layers, tokens, heads, head_dim)``; storing such a view again copies nothing.
+
+numpy has no bfloat16: its words travel as ``uint16`` arrays with ``dtype="bfloat16"`` beside them (for torch:
+``tensor.view(torch.uint16).numpy()`` and ``torch.from_numpy(array).view(torch.bfloat16)``). Arrays of the
+``ml_dtypes`` package's bfloat16 are understood when stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion._core.buffers import BufferPool
+from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
+from pion.client.errors import IncompleteError, PrefixMissError
+from pion.errors import MismatchError
+from pion.wire.resp import Part
+
+__all__ = ["KV", "Array", "fetch", "lookup", "store"]
+
+Array = NDArray[Any]
+Layers = Array | Sequence[Array]
+
+_NUMPY: Final[dict[str, Any]] = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+_WIRE: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_NATIVE: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # the format that keeps the words
+_FETCHED: Final = {"fp16": "float16", "bf16": "bfloat16"}  # every other format is decoded to float32
+
+
+class KV(NamedTuple):
+    """A fetched prefix.
+
+    Attributes:
+        k, v: ``(layers, heads, tokens, head_dim)``; the arrays (or lists of layers) given as ``out`` when there were.
+        dtype: ``"float16"``, ``"float32"`` or ``"bfloat16"`` (then the arrays are uint16 words).
+    """
+
+    k: Any
+    v: Any
+    dtype: str
+
+
+def dtype_of(array: Array, dtype: str | None) -> str:
+    """The dtype an array is stored as.
+
+    Raises:
+        TypeError: another dtype, or uint16 without saying that it holds bfloat16.
+    """
+    name = array.dtype.name
+    if name == "uint16" and dtype == "bfloat16":
+        return dtype
+    if name == "uint16" and dtype is None:
+        raise TypeError('uint16 arrays can hold anything: pass dtype="bfloat16" if these are bfloat16 words')
+    if name not in _NUMPY or array.dtype.byteorder == ">" or (dtype is not None and dtype != name):
+        raise TypeError(f"cannot use {array.dtype} as {dtype or 'K/V'} (want float16, float32, or bfloat16 as uint16)")
+    return name
+
+
+def layers_of(tensor: Layers, what: str) -> list[Array]:
+    """The layers of a tensor, each ``(heads, tokens, head_dim)``.
+
+    Raises:
+        ValueError: another rank, no layer, no token, or layers that differ in shape.
+        TypeError: not numpy arrays.
+    """
+    layers = list(tensor)
+    if not layers:
+        raise ValueError(f"{what} has no layers")
+    for layer in layers:
+        if not isinstance(layer, np.ndarray):
+            raise TypeError(f"{what} must be numpy arrays, not {type(layer).__name__}")
+        if layer.ndim != 3 or 0 in layer.shape:
+            raise ValueError(f"{what} must be (layers, heads, tokens, head_dim); a layer has shape {layer.shape}")
+        if layer.shape != layers[0].shape or layer.dtype != layers[0].dtype:
+            raise ValueError(f"the layers of {what} differ: {layer.shape} {layer.dtype}, {layers[0].shape}")
+    return layers
+
+
+def rows_of(layer: Array) -> Array:
+    """One layer as rows, contiguous: ``(tokens, heads * head_dim)``. Copies unless it is stored by token."""
+    heads, tokens, head_dim = layer.shape
+    rows = np.ascontiguousarray(layer.transpose(1, 0, 2)).reshape(tokens, heads * head_dim)
+    return rows.view(np.uint16) if layer.dtype.name == "bfloat16" else rows
+
+
+def store(
+    ns: str | bytes,
+    k: Layers,
+    v: Layers,
+    *,
+    vquant: str = "native",
+    dtype: str | None = None,
+    digest: str | None = None,
+    prefill_ms: int = 0,
+    scope: str | bytes | None = None,
+    parent: str | bytes | None = None,
+    rope: float | None = None,
+    blocks: tuple[int, Any] | None = None,
+    replace: bool = False,
+) -> Steps[None]:
+    """Register a prefix and store all its rows; see ``Client.store``."""
+    sides = layers_of(k, "k"), layers_of(v, "v")
+    if sides[0][0].shape != sides[1][0].shape or len(sides[0]) != len(sides[1]):
+        raise ValueError(
+            f"k and v differ: {len(sides[0])} x {sides[0][0].shape}, {len(sides[1])} x {sides[1][0].shape}"
+        )
+    name = dtype_of(sides[0][0], dtype)
+    if dtype_of(sides[1][0], dtype) != name:
+        raise TypeError(f"k is {name} and v is {sides[1][0].dtype}")
+    heads, tokens, head_dim = sides[0][0].shape
+    # Format fp16 keeps the words of both 16-bit dtypes, and the entry remembers which they are.
+    keep = vquant == "native" or (vquant == "fp16" and name == "bfloat16")
+    command: list[Part] = ["KV.PREFIX.REGISTER", ns, heads * head_dim, _NATIVE[name] if keep else vquant]
+    if blocks is not None:
+        hashes = np.ascontiguousarray(blocks[1], dtype="<u8")
+        command += ["BLOCKS", blocks[0], hashes.size, hashes.tobytes()]
+    command += ["ROWS", tokens, "LAYERS", len(sides[0]), "HEADS", heads, "HEAD_DIM", head_dim]
+    options: dict[str, Part | None] = {"PREFILL_MS": prefill_ms or None, "DIGEST": digest, "SCOPE": scope}
+    options |= {"PARENT": parent, "ROPE": rope}
+    for word, value in options.items():
+        if value is not None:
+            command += [word, value]
+    if replace:
+        command.append("REPLACE")
+    # On its own: rows sent behind a refused REGISTER would land in the entry that is there.
+    (reply,) = yield Flight([command])
+    expect_ok(reply, "KV.PREFIX.REGISTER")
+
+    def rows() -> Iterator[Command]:
+        for index in range(len(sides[0])):
+            for sid, side in zip(_sids(ns), sides, strict=True):
+                data = rows_of(side[index]).data
+                yield "V.STOREBATCH", sid, index, 0, tokens, data, "FMT", _WIRE[name]
+
+    for reply in (yield Flight(rows())):
+        expect_ok(reply, "V.STOREBATCH")
+
+
+def lookup(ns: str | bytes, digest: str | None, tokens: int | None, prefill_ms: int | None) -> list[Part]:
+    """The LOOKUP command."""
+    command: list[Part] = ["KV.PREFIX.LOOKUP", ns]
+    for word, value in (("DIGEST", digest), ("TOKENS", tokens), ("PREFILL_MS", prefill_ms)):
+        if value is not None:
+            command += [word, value]
+    return command
+
+
+class Shape(NamedTuple):
+    """What V.INFO tells about one side of a prefix."""
+
+    layers: int
+    heads: int
+    tokens: int
+    head_dim: int
+    fmt: str
+
+    @property
+    def dtype(self) -> str:
+        """The dtype the rows are answered in."""
+        return _FETCHED.get(self.fmt, "float32")
+
+
+def fetch(
+    ns: str | bytes,
+    pool: BufferPool,
+    *,
+    out: tuple[Layers, Layers] | None = None,
+    dtype: str | None = None,
+    digest: str | None = None,
+    tokens: int | None = None,
+    prefill_ms: int | None = None,
+    heads: int | None = None,
+) -> Steps[KV]:
+    """Fetch a whole prefix; see ``Client.fetch``."""
+    sids = _sids(ns)
+    infos: list[list[Part]] = [["V.INFO", sid] for sid in sids]
+    ask = [lookup(ns, digest, tokens, prefill_ms), *infos]
+    if out is None:
+        found = yield Flight(ask)
+        yield from _check_hit(ns, found[0])
+        shape = _shape(ns, found[1:], heads)
+        target = _Target(shape, shape.dtype, None, pool)
+        # The entry may be replaced between the two flights: ask again what it is, behind the rows.
+        replies = yield Flight([*target.commands(sids), *infos], target.outs(0))
+        raise_first(replies[:2])
+        if replies[2:] != found[1:]:
+            raise IncompleteError(f"prefix {_text(ns)!r} changed while it was fetched")
+        target.check(ns, replies[:2])
+        return target.fresh()
+    given = layers_of(out[0], "out[0]"), layers_of(out[1], "out[1]")
+    want, name = given[0][0].shape, dtype_of(given[0][0], dtype)
+    if given[1][0].shape != want or len(given[1]) != len(given[0]) or dtype_of(given[1][0], dtype) != name:
+        raise ValueError("the two arrays of out differ in shape or dtype")
+    target = _Target(Shape(len(given[0]), want[0], want[1], want[2], ""), name, given, pool)
+    replies = yield Flight([*ask, *target.commands(sids), *infos], target.outs(3))
+    yield from _check_hit(ns, replies[0])
+    shape = _shape(ns, replies[1:3], want[0])
+    if shape[:4] != target.shape[:4] or shape.dtype != name:
+        raise MismatchError(
+            f"MISMATCH prefix {_text(ns)!r} is {shape[:4]} {shape.dtype}, out is {target.shape[:4]} {name}"
+        )
+    raise_first(replies[3:5])
+    if replies[5:] != replies[1:3]:
+        raise IncompleteError(f"prefix {_text(ns)!r} changed while it was fetched")
+    target.check(ns, replies[3:5])
+    target.copy_out()
+    return KV(out[0], out[1], name)
+
+
+class _Target:
+    """Memory for one fetch: each layer's rows are received where they belong, or into scratch when `out` has another
+    order in memory."""
+
+    def __init__(self, shape: Shape, dtype: str, out: tuple[list[Array], list[Array]] | None, pool: BufferPool) -> None:
+        self.shape, self.dtype, self.out = shape, dtype, out
+        kind = np.dtype(_NUMPY[dtype])
+        rows = (shape.layers, shape.tokens, shape.heads, shape.head_dim)
+        size = kind.itemsize * shape.layers * shape.tokens * shape.heads * shape.head_dim
+        self.sides: list[list[Array]] = []
+        self.whole: list[Array] = []
+        for side in range(2):
+            if out is not None and all(layer.transpose(1, 0, 2).flags.c_contiguous for layer in out[side]):
+                self.sides.append([layer.transpose(1, 0, 2) for layer in out[side]])
+                continue
+            array = np.frombuffer(memoryview(pool.take(size)), kind).reshape(rows)
+            self.whole.append(array)
+            self.sides.append(list(array))
+
+    def commands(self, sids: tuple[bytes, bytes]) -> list[list[Part]]:
+        """One V.FETCH per side. NATIVE words are those of the store for fp16 only; RAW ones for bf16."""
+        words = "RAW" if self.dtype == "bfloat16" else "NATIVE"
+        n, layers = self.shape.tokens, self.shape.layers
+        return [["V.FETCH", sid, "BATCH", 0, n, layers, "FMT", words] for sid in sids]
+
+    def outs(self, first: int) -> dict[int, list[memoryview]]:
+        """The buffers of both replies; the first V.FETCH is command number `first`."""
+        return {first + side: [layer.data for layer in layers] for side, layers in enumerate(self.sides)}
+
+    def check(self, ns: str | bytes, replies: list[Any]) -> None:
+        """Every byte must have arrived in its place.
+
+        Raises:
+            IncompleteError: a layer is missing or has another size.
+        """
+        for side, reply in enumerate(replies):
+            if not isinstance(reply, list) or len(reply) != self.shape.layers:
+                raise IncompleteError(f"prefix {_text(ns)!r}: not {self.shape.layers} layers in {'KV'[side]}")
+            for index, item in enumerate(reply):
+                if not isinstance(item, memoryview):
+                    got = "nothing" if item is None else f"{len(item)} bytes"
+                    want = self.sides[side][index].nbytes
+                    raise IncompleteError(
+                        f"prefix {_text(ns)!r}: layer {index} of {'KV'[side]} is {got}, not {want} bytes"
+                    )
+
+    def fresh(self) -> KV:
+        """The arrays received into memory of the pool."""
+        k, v = (array.transpose(0, 2, 1, 3) for array in self.whole)
+        return KV(k, v, self.dtype)
+
+    def copy_out(self) -> None:
+        """Bring what was received into scratch into the caller's arrays."""
+        for layers, received in zip(self.out or (), self.sides, strict=True):
+            for layer, rows in zip(layers, received, strict=True):
+                if not np.shares_memory(layer, rows):
+                    layer[...] = rows.transpose(1, 0, 2)
+
+
+def _check_hit(ns: str | bytes, reply: Any) -> Steps[None]:
+    raise_first([reply])
+    if reply != "HIT":
+        (why,) = yield Flight([["KV.PREFIX.WHY", ns]])
+        text = why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
+        raise PrefixMissError(f"prefix {_text(ns)!r}: {text}")
+
+
+def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> Shape:
+    """The shape both sides have.
+
+    Raises:
+        IncompleteError: the sides differ, or a layer is shorter than the others.
+    """
+    raise_first(infos)
+    sides = []
+    for info in infos:
+        lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
+        layers, dim = int(lines["num_layers"]), int(lines["value_dim"])
+        rows = {int(lines.get(f"layer_{i}_tokens", 0)) for i in range(layers)}
+        if len(rows) != 1 or 0 in rows:
+            raise IncompleteError(f"prefix {_text(ns)!r}: its layers hold {sorted(rows)} rows")
+        count = heads or int(lines.get("heads", 0))
+        if not count or dim % count:
+            raise ValueError(f"prefix {_text(ns)!r} was stored without HEADS: say heads=… (a row has {dim} values)")
+        sides.append(Shape(layers, count, rows.pop(), dim // count, lines["v_format"]))
+    if sides[0] != sides[1]:
+        raise IncompleteError(f"prefix {_text(ns)!r}: K is {tuple(sides[0])}, V is {tuple(sides[1])}")
+    return sides[0]
+
+
+def _sids(ns: str | bytes) -> tuple[bytes, bytes]:
+    name = ns.encode() if isinstance(ns, str) else ns
+    return name + b"_pk", name + b"_pv"
+
+
+def _text(ns: str | bytes) -> str:
+    return ns if isinstance(ns, str) else ns.decode("utf-8", "backslashreplace")
