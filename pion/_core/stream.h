@@ -80,6 +80,8 @@ static inline void fdref_unref(fdref *ref) {
     else fdref__close(&ref->closing, NULL);
 }
 
+static inline int fdref_refs(fdref *ref) { return atomic_load_explicit(&ref->refs, memory_order_acquire); }
+
 /* ---- scratch: the buffers of one thread ------------------------------------------------------------------------- */
 
 typedef struct scratch {

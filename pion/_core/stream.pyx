@@ -27,6 +27,7 @@ cdef extern from "stream.h" nogil:
     void jobs_submit(jobs *pool, job *item)
     bint jobs_wait_idle(jobs *pool, long timeout_ms)
     fdref *fdref_new(int fd, jobs *closer)
+    int fdref_refs(fdref *ref)
     extents *extents_new(int nseg, int decode, uint32_t dim)
     int extents_seal(extents *e)
     sink *sink_new(fdref *ref, int64_t offset, uint64_t want, int conv, uint32_t dim, uint32_t crc)
@@ -126,6 +127,11 @@ cdef class FdRef:
 
     def fileno(self):
         return self.ref.fd
+
+    @property
+    def refs(self):
+        """Users of the file: 1 when only this object holds it, no reply and no sink."""
+        return fdref_refs(self.ref)
 
     def __repr__(self):
         return f"FdRef({self.ref.fd})"

@@ -156,7 +156,7 @@ class Dispatcher:
         """
         from pion._core.stream import Sink
 
-        record = table.COMMANDS.get(bytes(argv[0]).lower())
+        record = table.COMMANDS.get(bytes(argv[0]).lower()) if argv else None
         if record is None or record.open_stream is None or record.stream_arg != len(argv):
             return None
         try:

@@ -27,6 +27,19 @@ def later(command: str) -> CommandError:
     return CommandError(f"ERR {command} is {errors.NOT_IN_VERSION}")
 
 
+def acknowledged(ctx: Context, value: Any) -> Any:
+    """The reply of a command that changed something: with `appendfsync always` it waits for the medium.
+
+    The flush happens in a thread and serves every command that waits at the same time.
+    """
+    return _flushed(ctx, value) if ctx.engine.always and ctx.engine.deferred_sync else value
+
+
+async def _flushed(ctx: Context, value: Any) -> Any:
+    await ctx.in_thread(ctx.engine.commit)
+    return value
+
+
 def engine(ctx: Context, *, hint: bool = True) -> Any:
     """The engine, when the server was started with `--kvcache`.
 

@@ -135,7 +135,7 @@ def register(ctx: Context, argv: list[bytes]) -> Any:
     if "parent" in options:
         kv.namespace(ctx, options["parent"])
     engine.register(ns, kv_dim, code, **options)
-    return OK
+    return kv.acknowledged(ctx, OK)
 
 
 @command(
@@ -174,7 +174,7 @@ def drop(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) < 2:
         raise kv.requires("KV.PREFIX.DROP", "ns_key [ns_key ...]")
     names = [kv.namespace(ctx, raw, bounded=False) for raw in argv[1:]]
-    return int(engine.drop(*names))
+    return kv.acknowledged(ctx, int(engine.drop(*names)))
 
 
 @command(
@@ -328,7 +328,7 @@ def _cursor(raw: bytes) -> int:
 )  # fmt: skip
 def flush(ctx: Context, argv: list[bytes]) -> Any:
     """-> how many namespaces were dropped."""
-    return int(kv.engine(ctx).flush())
+    return kv.acknowledged(ctx, int(kv.engine(ctx).flush()))
 
 
 @command(

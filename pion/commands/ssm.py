@@ -39,7 +39,7 @@ def store(ctx: Context, argv: list[Any]) -> Any:
         ctx.engine.ssm_store(argv[1], layer, blob)
     else:
         ctx.engine.ssm_store_finish(blob)
-    return OK
+    return kv.acknowledged(ctx, OK)
 
 
 def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:
@@ -79,4 +79,4 @@ def drop(ctx: Context, argv: list[bytes]) -> Any:
             raise CommandError("ERR layer_id must be >= 0 (omit to drop all)")
     if layer is None or layer <= _MAX_LAYER:
         ctx.engine.ssm_drop(argv[1], layer)
-    return OK
+    return kv.acknowledged(ctx, OK)

@@ -45,7 +45,7 @@ def create(ctx: Context, argv: list[bytes]) -> Any:
         if args.upper(argv[i]) == b"VQUANT":
             code = _uniform_format(args.text(argv[i + 1]).lower())
             break
-    return engine.v_create(argv[1], dim, code)
+    return kv.acknowledged(ctx, engine.v_create(argv[1], dim, code))
 
 
 def _uniform_format(name: str) -> int:
@@ -157,25 +157,34 @@ def storebatch(ctx: Context, argv: list[Any]) -> Any:
         raise kv.requires("V.STOREBATCH", "session_id layer_id start_id count values_blob")
     blob = argv[_BLOB]
     if not isinstance(blob, bytes | bytearray | memoryview):
-        return _finish_stream(engine, argv, blob)
+        return _finish_stream(ctx, engine, argv, blob)
     place = _place(engine, argv)
     fmt = _input_format(argv[_BLOB + 1 :])
     _check_size(engine, place, fmt, len(blob))
     engine.v_store(*place, blob, fmt)
-    return OK
+    return kv.acknowledged(ctx, OK)
 
 
-def _finish_stream(engine: Any, argv: list[Any], sink: Any) -> Any:
+def _finish_stream(ctx: Context, engine: Any, argv: list[Any], sink: Any) -> Any:
     """The end of a body that went straight to its file: same checks, same order, then it becomes visible."""
     try:
         place = _place(engine, argv)
         fmt = _input_format(argv[_BLOB + 1 :])
         _check_size(engine, place, fmt, sink.nbytes)
     except CommandError:
-        engine.v_store_abort(sink)
+        if not getattr(sink, "discards", False):
+            engine.v_store_abort(sink)
         raise
+    if engine.v_store_heavy(sink, fmt):
+        return _finish_in_thread(ctx, sink, fmt)
     engine.v_store_finish(sink, fmt)
-    return OK
+    return kv.acknowledged(ctx, OK)
+
+
+async def _finish_in_thread(ctx: Context, sink: Any, fmt: str) -> Any:
+    await ctx.in_thread(ctx.engine.v_store_finish, sink, fmt)
+    value = kv.acknowledged(ctx, OK)
+    return value if value is OK else await value
 
 
 def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:
@@ -184,7 +193,11 @@ def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:
     sid, layer, start, count = _place(engine, argv)
     dim = engine.v_dim(sid, layer)
     if nbytes not in (2 * count * dim, 4 * count * dim) or start + count > limits.MAX_ROWS:
-        return None  # answered by the handler, after the option: collected, because it is refused anyway
+        from pion._core.stream import Sink
+
+        sink = Sink(None, 0, nbytes)
+        sink.discards = True  # which refusal it gets depends on the option that is still to come
+        return sink
     return engine.v_store_open(sid, layer, start, count, nbytes)
 
 
@@ -206,6 +219,17 @@ def fetch(ctx: Context, argv: list[bytes]) -> Any:
     sid = argv[1]
     if not engine.v_exists(sid):
         raise CommandError("ERR session not found")
+    return _prepared(ctx, argv) if engine.v_must_wait(sid) else _fetch(engine, argv)
+
+
+async def _prepared(ctx: Context, argv: list[bytes]) -> Any:
+    """The first fetch after a start: checksums are compared in a thread."""
+    await ctx.in_thread(ctx.engine.v_prepare, argv[1])
+    return _fetch(ctx.engine, argv)
+
+
+def _fetch(engine: Any, argv: list[bytes]) -> Any:
+    sid = argv[1]
     if args.upper(argv[2]) == b"BATCH":
         return _fetch_batch(engine, sid, argv)
     layer = args.integer(argv[2])
@@ -296,7 +320,10 @@ def _session_lines(session: Any) -> list[str]:
         "schema:uniform",
     ]
     lines += [f"layer_{i}_tokens:{rows}" for i, rows in enumerate(session.rows) if rows]
-    return [*lines, f"total_tokens:{sum(session.rows)}"]
+    lines.append(f"total_tokens:{sum(session.rows)}")
+    # Behind the published lines: what a client needs to make tensors of the rows, as far as REGISTER said it.
+    told = {name: getattr(session.declared, name) for name in ("heads", "head_dim", "rope", "digest")}
+    return [*lines, *(f"{name}:{value}" for name, value in told.items() if value is not None)]
 
 
 @command(
@@ -318,8 +345,9 @@ def snapshot(ctx: Context, argv: list[bytes]) -> Any:
 def restore(ctx: Context, argv: list[bytes]) -> Any:
     """`sid snap_id`: never grows a layer; the snapshot stays valid."""
     engine = kv.engine(ctx, hint=False)
-    engine.v_restore(argv[1], _snap_id("V.RESTORE", argv))
-    return OK
+    snap = _snap_id("V.RESTORE", argv)
+    engine.v_restore(argv[1], snap)
+    return kv.acknowledged(ctx, OK)
 
 
 @command(
@@ -329,7 +357,8 @@ def restore(ctx: Context, argv: list[bytes]) -> Any:
 def commit(ctx: Context, argv: list[bytes]) -> Any:
     """`sid snap_id` -> 1, or 0 for one that is not there."""
     engine = kv.engine(ctx, hint=False)
-    return int(engine.v_commit(argv[1], _snap_id("V.COMMIT", argv)))
+    snap = _snap_id("V.COMMIT", argv)
+    return int(engine.v_commit(argv[1], snap))
 
 
 def _snap_id(name: str, argv: list[bytes]) -> int:

@@ -26,13 +26,13 @@ Raw                              as it is                    as it is
 from collections.abc import Iterable
 
 from pion._core.reply import ReplyError, ReplyParser
+from pion._core.request import Parser
 from pion._core.resp import (
     NULL_ARRAY,
     OK,
     Encoder,
     Err,
     LocalProtocolError,
-    Parser,
     ProtocolError,
     Push,
     Raw,

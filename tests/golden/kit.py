@@ -18,6 +18,32 @@ INT = re.compile(rb":\d+\r\n")
 NIL = (b"$-1\r\n", b"_\r\n")  # §0: the null of RESP2 and of RESP3
 PONG = b"+PONG\r\n"
 PING = b"*1\r\n$4\r\nPING\r\n"
+NOT_INT = "ERR value is not an integer or out of range"  # §0
+
+# IEEE little-endian words, typed by hand: fp32, fp16, bf16
+F32 = {
+    0.0: b"\x00\x00\x00\x00",
+    0.5: b"\x00\x00\x00\x3f",
+    1.0: b"\x00\x00\x80\x3f",
+    2.0: b"\x00\x00\x00\x40",
+    -1.5: b"\x00\x00\xc0\xbf",
+    1.5: b"\x00\x00\xc0\x3f",
+    3.0: b"\x00\x00\x40\x40",
+}
+F16 = {0.0: b"\x00\x00", 0.5: b"\x00\x38", 1.0: b"\x00\x3c", 2.0: b"\x00\x40", -1.5: b"\x00\xbe", 3.0: b"\x00\x42"}
+BF16 = {0.5: b"\x00\x3f", 1.0: b"\x80\x3f", 2.0: b"\x00\x40", -1.5: b"\xc0\xbf"}
+
+
+def f32(*values: float) -> bytes:
+    return b"".join(F32[v] for v in values)
+
+
+def f16(*values: float) -> bytes:
+    return b"".join(F16[v] for v in values)
+
+
+def bf16(*values: float) -> bytes:
+    return b"".join(BF16[v] for v in values)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.kit import INT, OK, bulk, case, cmd, err, errors, lines, u64s
-from tests.golden.kv_v import BUILT, NOT_INT, WANT, f16, f32
+from tests.golden.kit import INT, NOT_INT, OK, bulk, case, cmd, err, errors, f16, f32, lines, u64s
+from tests.golden.kv_v import BUILT, WANT
 
 HIT = b"+HIT\r\n"
 MISS = b"+MISS\r\n"
@@ -46,9 +46,9 @@ CASES = [
         (cmd("KV.PREFIX.REGISTER p1 2 fp16"), OK),  # idempotent: the rows stay
         (cmd("V.FETCH p1_pk 0 RANGE 0 1 FMT NATIVE"), bulk(f16(1.0, 2.0))),
         (cmd("kv.prefix.register p2 4 FP16"), OK),
-        (cmd("V.CREATE p3_pk 4 VQUANT fp16"), b":4\r\n"),
+        (cmd("V.CREATE p3_pk 4 VQUANT fp16"), INT),
         (cmd("KV.PREFIX.LOOKUP p3"), MISS),  # one side only
-        (cmd("V.CREATE p3_pv 4 VQUANT fp16"), b":5\r\n"),
+        (cmd("V.CREATE p3_pv 4 VQUANT fp16"), INT),
         (cmd("KV.PREFIX.LOOKUP p3"), HIT),
         (cmd("KV.PREFIX.LOOKUP nobody"), MISS),
         fresh=True,

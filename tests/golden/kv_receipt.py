@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.kit import NIL, OK, bulk, case, cmd, errors
+from tests.golden.kit import NIL, NOT_INT, OK, bulk, case, cmd, errors, f16, f32
 from tests.golden.kv_prefix import HIT, MISS
-from tests.golden.kv_v import NOT_INT, f16, f32
 
 # §8: sixteen pairs in this order; integers but for the two seconds fields, which are text S.mmm
 FIELDS = (

@@ -1,43 +1,16 @@
-"""Golden bytes of V.* (wire §1; §0 for the common rules)."""
+"""Golden bytes of V.CREATE and V.STOREBATCH (wire §1.1 to §1.3)."""
 
 from __future__ import annotations
 
 import re
 
-from tests.golden.kit import INT, NIL, OK, bulk, case, cmd, err, errors, lines
-
-# IEEE little-endian words, typed by hand: fp32, fp16, bf16
-F32 = {
-    0.0: b"\x00\x00\x00\x00",
-    0.5: b"\x00\x00\x00\x3f",
-    1.0: b"\x00\x00\x80\x3f",
-    2.0: b"\x00\x00\x00\x40",
-    -1.5: b"\x00\x00\xc0\xbf",
-    1.5: b"\x00\x00\xc0\x3f",
-    3.0: b"\x00\x00\x40\x40",
-}
-F16 = {0.0: b"\x00\x00", 0.5: b"\x00\x38", 1.0: b"\x00\x3c", 2.0: b"\x00\x40", -1.5: b"\x00\xbe", 3.0: b"\x00\x42"}
-BF16 = {0.5: b"\x00\x3f", 1.0: b"\x80\x3f", 2.0: b"\x00\x40", -1.5: b"\xc0\xbf"}
-
-
-def f32(*values: float) -> bytes:
-    return b"".join(F32[v] for v in values)
-
-
-def f16(*values: float) -> bytes:
-    return b"".join(F16[v] for v in values)
-
-
-def bf16(*values: float) -> bytes:
-    return b"".join(BF16[v] for v in values)
-
+from tests.golden.kit import INT, NIL, NOT_INT, OK, bf16, bulk, case, cmd, err, errors, f16, f32, lines
 
 CREATE_ARGS = (
     "ERR V.CREATE requires: session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
 )
 STORE_ARGS = "ERR V.STOREBATCH requires: session_id layer_id start_id count values_blob"
 STORE_OPTION = "ERR V.STOREBATCH: unknown option (expected FMT F16)"
-NOT_INT = "ERR value is not an integer or out of range"
 WANT = "(want int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32)"
 BUILT = "is not in this version (built: int8 fp16 bf16 fp32 native)"
 
@@ -196,6 +169,16 @@ CASES = [
         (cmd("V.STOREBATCH b5 0 1 1 %", f32(0.0) + b"\x00\x00\x7f\x41" + f32(1.0, 0.5)), OK),
         (cmd("V.FETCH b5 0 RANGE 0 2"), bulk(f32(1.5, 1.5, 1.5, 1.5, 0.0) + b"\x00\x00\x7f\x41" + f32(1.0, 0.5))),
         (cmd("V.FETCH b5 0 RANGE 0 1 FMT NATIVE"), bulk(f32(1.5, 1.5, 1.5, 1.5))),
+        # FMT RAW: the bytes as stored, whatever the format; int8 is codes, then fp16 scale and minimum of each group
+        (cmd("V.FETCH b3 0 RANGE 0 1 FMT RAW"), b"$8\r\n\x01\x00\x80\x3f\x00\x50\xc3\x47\r\n"),
+        (cmd("V.FETCH b4 0 RANGE 0 2 FMT RAW"), bulk(bf16(1.0, 2.0, -1.5, 0.5) + bytes(8))),
+        (cmd("V.FETCH b5 0 RANGE 1 2 FMT RAW"), b"$8\r\n\x00\xff\x10\x08\x00\x2c\x00\x00\r\n"),
+        (
+            cmd("V.FETCH b5 BATCH 1 2 FMT RAW"),
+            b"*1\r\n$8\r\n\x00\xff\x10\x08\x00\x2c\x00\x00\r\n",
+        ),
+        (cmd("V.FETCH b5 0 RANGE 0 1 FMT F16"), err("ERR V.FETCH: unknown FMT (expected NATIVE or RAW)")),
+        (cmd("V.FETCH b5 0 1 FMT RAW"), err("ERR FMT RAW requires the RANGE or BATCH form")),
     ),
     case(
         "rows are overwritten, gaps read as zero bytes, the count is the highest end",
@@ -259,212 +242,5 @@ CASES = [
         (cmd("V.FETCH b7 79 RANGE 199998 200000 FMT NATIVE"), bulk(f16(0.0, 3.0))),
         (cmd("V.FETCH b7 79 199999"), bulk(f32(3.0))),
         (cmd("V.FETCH b7 79 RANGE 200000 200001"), NIL),
-    ),
-    # §1.4 -------------------------------------------------------------------------------------------------
-    case(
-        "fetch zero-fills beyond the count and is nil iff no asked row is stored",
-        "1.4",
-        (cmd("V.CREATE f1 1 VQUANT fp16"), INT),
-        (cmd("V.FETCH f1 0 RANGE 0 4"), NIL),
-        (cmd("V.FETCH f1 0 0 1 2"), NIL),
-        (cmd("V.STOREBATCH f1 0 0 2 % FMT F16", f16(1.0, 2.0)), OK),
-        (cmd("V.FETCH f1 0 RANGE 1 4"), bulk(f32(2.0, 0.0, 0.0))),
-        (cmd("V.FETCH f1 0 RANGE 1 4 FMT NATIVE"), bulk(f16(2.0, 0.0, 0.0))),
-        (cmd("V.FETCH f1 0 RANGE 2 4"), NIL),
-        (cmd("V.FETCH f1 1 RANGE 0 2"), NIL),
-        (cmd("V.FETCH f1 0 7 1 9"), bulk(f32(0.0, 2.0, 0.0))),
-        (cmd("V.FETCH f1 0 7 9"), NIL),
-        # a layer outside 0..79 is nil, never an unsafe read
-        (cmd("V.FETCH f1 80 RANGE 0 2"), NIL),
-        (cmd("V.FETCH f1 -1 RANGE 0 2"), NIL),
-        (cmd("V.FETCH f1 80 0"), NIL),
-        # an empty argument ends the list
-        (cmd("V.FETCH f1 0 1 % 0", b""), bulk(f32(2.0))),
-        (cmd("V.FETCH f1 0 %", b""), err("ERR no token IDs provided")),
-        # extra trailing arguments are ignored (§0)
-        (cmd("V.FETCH f1 0 RANGE 0 1 EXTRA"), bulk(f32(1.0))),
-    ),
-    case(
-        "fetch BATCH: an array with one bulk per layer, nil for a layer without rows",
-        "1.4",
-        (cmd("V.CREATE f2 1 VQUANT fp16"), INT),
-        (cmd("V.FETCH f2 BATCH 0 2"), err("ERR V.FETCH BATCH: session has no stored layers")),
-        (cmd("V.STOREBATCH f2 0 0 1 % FMT F16", f16(1.0)), OK),
-        (cmd("V.STOREBATCH f2 2 0 2 % FMT F16", f16(2.0, 3.0)), OK),
-        (
-            cmd("V.FETCH f2 BATCH 0 2"),
-            (
-                b"*3\r\n" + bulk(f32(1.0, 0.0)) + b"$-1\r\n" + bulk(f32(2.0, 3.0)),
-                b"*3\r\n" + bulk(f32(1.0, 0.0)) + b"_\r\n" + bulk(f32(2.0, 3.0)),
-            ),
-        ),
-        (cmd("V.FETCH f2 BATCH 0 1 1"), b"*1\r\n" + bulk(f32(1.0))),
-        (cmd("V.FETCH f2 BATCH 0 1 1 FMT NATIVE"), b"*1\r\n" + bulk(f16(1.0))),
-        (
-            cmd("v.fetch f2 batch 1 2 fmt native"),
-            (b"*3\r\n$-1\r\n$-1\r\n" + bulk(f16(3.0)), b"*3\r\n_\r\n_\r\n" + bulk(f16(3.0))),
-        ),
-        # a layer count that is not 0 < n <= num_layers is ignored
-        (
-            cmd("V.FETCH f2 BATCH 1 2 4 FMT NATIVE"),
-            (b"*3\r\n$-1\r\n$-1\r\n" + bulk(f16(3.0)), b"*3\r\n_\r\n_\r\n" + bulk(f16(3.0))),
-        ),
-        (
-            cmd("V.FETCH f2 BATCH 1 2 0"),
-            (b"*3\r\n$-1\r\n$-1\r\n" + bulk(f32(3.0)), b"*3\r\n_\r\n_\r\n" + bulk(f32(3.0))),
-        ),
-    ),
-    errors(
-        "fetch refusals",
-        "1.4",
-        (cmd("V.FETCH"), "ERR V.FETCH requires: session_id layer_id token_id [...]"),
-        (cmd("V.FETCH f3 0"), "ERR V.FETCH requires: session_id layer_id token_id [...]"),
-        (cmd("V.FETCH f3 0 RANGE"), "ERR V.FETCH RANGE requires: session_id layer_id RANGE start end"),
-        (cmd("V.FETCH f3 0 RANGE 0"), "ERR V.FETCH RANGE requires: session_id layer_id RANGE start end"),
-        (cmd("V.FETCH f3 0 RANGE 1 1"), "ERR invalid RANGE: end must exceed start (>=0)"),
-        (cmd("V.FETCH f3 0 RANGE 2 1"), "ERR invalid RANGE: end must exceed start (>=0)"),
-        (cmd("V.FETCH f3 0 RANGE -1 1"), "ERR invalid RANGE: end must exceed start (>=0)"),
-        (cmd("V.FETCH f3 0 RANGE a 1"), NOT_INT),
-        (cmd("V.FETCH f3 0 RANGE 0 1.0"), NOT_INT),
-        (cmd("V.FETCH f3 x RANGE 0 1"), NOT_INT),
-        (cmd("V.FETCH f3 BATCH 0"), "ERR V.FETCH BATCH requires: session_id BATCH start end [num_layers]"),
-        (cmd("V.FETCH f3 BATCH 2 2"), "ERR V.FETCH BATCH invalid range: end must exceed start (>=0)"),
-        (cmd("V.FETCH f3 BATCH -2 2"), "ERR V.FETCH BATCH invalid range: end must exceed start (>=0)"),
-        (cmd("V.FETCH f3 BATCH 0 x"), NOT_INT),
-        (cmd("V.FETCH f3 0 1 FMT NATIVE"), "ERR FMT NATIVE requires the RANGE or BATCH form"),
-        (cmd("V.FETCH f3 0 one"), NOT_INT),
-        (cmd("V.FETCH nobody 0 0"), "ERR session not found"),
-        (cmd("V.FETCH nobody 0 RANGE 0 1"), "ERR session not found"),
-        (cmd("V.FETCH nobody BATCH 0 1"), "ERR session not found"),
-        setup=(cmd("V.CREATE f3 1 VQUANT fp16"), cmd("V.STOREBATCH f3 0 0 1 % FMT F16", f16(1.0))),
-    ),
-    # §1.5 -------------------------------------------------------------------------------------------------
-    case(
-        "info of the store and of a session",
-        "1.5",
-        (cmd("V.INFO"), b"$56\r\nenabled:1\r\nsessions:0\r\ntotal_tokens:0\r\ntotal_fetches:0\r\n\r\n"),
-        (cmd("V.CREATE i1 1 VQUANT fp16"), b":0\r\n"),
-        (cmd("V.STOREBATCH i1 0 0 2 % FMT F16", f16(1.0, 2.0)), OK),
-        (cmd("V.STOREBATCH i1 2 0 1 % FMT F16", f16(1.0)), OK),
-        (cmd("V.FETCH i1 0 0 1 5"), bulk(f32(1.0, 2.0, 0.0))),
-        (cmd("V.FETCH i1 0 RANGE 0 2"), bulk(f32(1.0, 2.0))),
-        (
-            cmd("V.INFO i1"),
-            lines(
-                "session_idx:0",
-                "value_dim:1",
-                "v_format:fp16",
-                "num_layers:3",
-                "schema:uniform",
-                "layer_0_tokens:2",
-                "layer_2_tokens:1",
-                "total_tokens:3",
-            ),
-        ),
-        (cmd("V.INFO"), lines("enabled:1", "sessions:1", "total_tokens:3", "total_fetches:5")),
-        (cmd("V.INFO nobody"), err("ERR session not found")),
-        fresh=True,
-    ),
-    # §1.6 -------------------------------------------------------------------------------------------------
-    case(
-        "snapshot, restore, commit",
-        "1.6",
-        (cmd("V.CREATE r1 1 VQUANT fp16"), INT),
-        (cmd("V.STOREBATCH r1 0 0 2 % FMT F16", f16(1.0, 2.0)), OK),
-        (cmd("V.SNAPSHOT r1"), b":1\r\n"),
-        (cmd("V.STOREBATCH r1 0 2 2 % FMT F16", f16(3.0, 3.0)), OK),
-        (cmd("V.STOREBATCH r1 1 0 1 % FMT F16", f16(0.5)), OK),
-        (cmd("V.FETCH r1 0 RANGE 0 4 FMT NATIVE"), bulk(f16(1.0, 2.0, 3.0, 3.0))),
-        (cmd("V.RESTORE r1 1"), OK),
-        (cmd("V.FETCH r1 0 RANGE 0 4 FMT NATIVE"), bulk(f16(1.0, 2.0, 0.0, 0.0))),
-        (cmd("V.FETCH r1 0 RANGE 2 4"), NIL),
-        (cmd("V.FETCH r1 1 RANGE 0 1"), NIL),
-        (cmd("V.STOREBATCH r1 0 2 1 % FMT F16", f16(0.5)), OK),
-        (cmd("V.FETCH r1 0 RANGE 1 3"), bulk(f32(2.0, 0.5))),
-        (cmd("V.RESTORE r1 1"), OK),  # it stays valid
-        (cmd("V.FETCH r1 0 RANGE 2 3"), NIL),
-        (cmd("V.SNAPSHOT r1"), b":2\r\n"),
-        (cmd("V.COMMIT r1 1"), b":1\r\n"),
-        (cmd("V.COMMIT r1 1"), b":0\r\n"),
-        (cmd("V.RESTORE r1 1"), err("ERR V.RESTORE: unknown snap_id for this session")),
-        (cmd("V.CREATE r2 1"), INT),
-        (cmd("V.RESTORE r2 2"), err("ERR V.RESTORE: unknown snap_id for this session")),
-        (cmd("V.COMMIT r2 2"), b":0\r\n"),
-        fresh=True,
-    ),
-    case(
-        "sixteen snapshots per session",
-        "1.6",
-        (cmd("V.CREATE r3 1"), INT),
-        *[(cmd("V.SNAPSHOT r3"), INT)] * 16,
-        (cmd("V.SNAPSHOT r3"), err("ERR V.SNAPSHOT: no free snapshot slot (max 16 per session)")),
-    ),
-    errors(
-        "snapshot refusals",
-        "1.6",
-        (cmd("V.SNAPSHOT"), "ERR V.SNAPSHOT requires: session_id"),
-        (cmd("V.SNAPSHOT nobody"), "ERR session not found"),
-        (cmd("V.RESTORE"), "ERR V.RESTORE requires: session_id snap_id"),
-        (cmd("V.RESTORE r4"), "ERR V.RESTORE requires: session_id snap_id"),
-        (cmd("V.RESTORE r4 0"), "ERR V.RESTORE: snap_id must be positive"),
-        (cmd("V.RESTORE r4 -1"), "ERR V.RESTORE: snap_id must be positive"),
-        (cmd("V.RESTORE r4 x"), NOT_INT),
-        (cmd("V.RESTORE r4 99999999"), "ERR V.RESTORE: unknown snap_id for this session"),
-        (cmd("V.RESTORE nobody 1"), "ERR session not found"),
-        (cmd("V.COMMIT r4"), "ERR V.COMMIT requires: session_id snap_id"),
-        (cmd("V.COMMIT r4 0"), "ERR V.COMMIT: snap_id must be positive"),
-        (cmd("V.COMMIT nobody 1"), "ERR session not found"),
-        setup=(cmd("V.CREATE r4 1"),),
-    ),
-    # §1.7 -------------------------------------------------------------------------------------------------
-    errors(
-        "export: an error, on which published clients fall back",
-        "1.7",
-        (cmd("V.EXPORT x1_pk x1_pv 0 1 1 1 1"), "ERR V.EXPORT is not in this version"),
-        (cmd("V.EXPORT"), "ERR V.EXPORT is not in this version"),
-    ),
-    # §0 ---------------------------------------------------------------------------------------------------
-    case(
-        "a refused command takes exactly its own frame",
-        "0",
-        (
-            cmd("V.CREATE p1 1 VQUANT fp16") + cmd("V.STOREBATCH p1 0 0 1 % FMT F16", f16(2.0)),
-            re.compile(rb":\d+\r\n\+OK\r\n"),
-        ),
-        (
-            cmd("V.FETCH p1 0 RANGE 0") + cmd("V.FETCH p1 0 0") + cmd("V.DROP p1") + cmd("V.FETCH p1 0 1"),
-            (
-                re.compile(
-                    rb"-ERR V.FETCH RANGE requires: session_id layer_id RANGE start end\r\n"
-                    rb"\$4\r\n\x00\x00\x00\x40\r\n-ERR unknown command.*\r\n\$-1\r\n"
-                ),
-                re.compile(
-                    rb"-ERR V.FETCH RANGE requires: session_id layer_id RANGE start end\r\n"
-                    rb"\$4\r\n\x00\x00\x00\x40\r\n-ERR unknown command.*\r\n_\r\n"
-                ),
-            ),
-        ),
-    ),
-    errors(
-        "without --kvcache",
-        "0",
-        (cmd("V.CREATE g1 4"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("V.SNAPSHOT g1"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("V.STOREBATCH g1 0 0 1 %", b"x"), "ERR V-store not enabled"),
-        (cmd("V.FETCH g1 0 0"), "ERR V-store not enabled"),
-        (cmd("V.INFO"), "ERR V-store not enabled"),
-        (cmd("V.RESTORE g1 1"), "ERR V-store not enabled"),
-        (cmd("V.COMMIT g1 1"), "ERR V-store not enabled"),
-        (cmd("KV.PREFIX.REGISTER g1 4 fp16"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("KV.PREFIX.OWNER g1"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("KV.PREFIX.BLOCKS g1"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("KV.PREFIX.MEMBERSHIP g1 0 %", b""), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("KV.PREFIX.SAVE"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("KV.PREFIX.WARM g1 1 64"), "ERR V-store not enabled (use --kvcache)"),
-        (cmd("KV.PREFIX.LOOKUP g1"), "ERR V-store not enabled"),
-        (cmd("KV.PREFIX.DROP g1"), "ERR V-store not enabled"),
-        (cmd("KV.PREFIX.COMMIT"), "ERR V-store not enabled"),
-        (cmd("KV.PREFIX.INFO"), "ERR V-store not enabled"),
-        flags=("-kvcache",),
     ),
 ]

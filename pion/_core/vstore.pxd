@@ -1,0 +1,55 @@
+# cython: language_level=3
+"""C declarations of vstore.h for other core modules. They may change in a minor release."""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+from pion._core.framing cimport fr_header
+
+
+cdef extern from "vstore.h" nogil:
+    enum:
+        VS_CHECKED, VS_STORE, VS_TRIM, VS_LAYERS, VS_PIECE, VS_ALIGN_FROM, VS_BIG_ALIGN
+
+    struct vs_extent:
+        uint32_t start
+        uint32_t count
+        uint64_t offset
+        uint64_t record
+
+    struct vs_map:
+        vs_extent *at
+        uint32_t n
+        uint32_t cap
+        uint32_t tokens
+        uint32_t stride
+        uint32_t unchecked
+        uint64_t live
+
+    void vs_free(vs_map *m)
+    uint32_t vs_find(const vs_map *m, uint32_t row)
+    int vs_room(vs_map *m)
+    uint64_t vs_put(vs_map *m, uint32_t start, uint32_t count, uint64_t offset, uint64_t record)
+    uint64_t vs_trim(vs_map *m, uint32_t rows)
+    void vs_next(const vs_map *m, uint32_t *i, uint32_t *row, uint32_t end, int *hit, uint64_t *offset, uint32_t *rows)
+    int vs_write_record(int fd, uint64_t offset, fr_header *h, const void *payload, uint32_t seed)
+    int vs_check_record(int fd, uint64_t offset, uint32_t seed)
+    int vs_merge(const vs_map *m, uint32_t i, uint32_t j, int src, int dst, uint64_t at, fr_header *h,
+                 uint32_t seed, uint8_t *buf, uint64_t *total)
+    int vs_recode(int src, uint64_t at, fr_header *h, const uint8_t *attrs, uint32_t seed, int dst,
+                  uint64_t dst_at, uint32_t dst_seed, uint8_t *buf)
+    int vs_convert(int fd, uint64_t at, uint64_t rows, uint32_t dim, int source, int target, uint32_t seed,
+                   uint8_t *inbuf, uint8_t *outbuf, uint32_t *crc, int64_t *bad)
+    void vs_reserve(int fd, uint64_t offset, uint64_t n)
+    void vs_writeback(int fd)
+    int vs_flush(int fd)
+
+
+cdef class Rows:
+    cdef vs_map *maps[2]
+    cdef int used[2]
+    cdef readonly uint64_t dead
+
+    cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept
+    cdef vs_map *_grow(self, int side, Py_ssize_t layer) except NULL
+    cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
+                  uint32_t stride) except -1

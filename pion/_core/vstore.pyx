@@ -1,0 +1,548 @@
+# cython: language_level=3, freethreading_compatible=False
+# cython: boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""Extent maps of entry files, and the file work that needs them. See vstore.h for the machinery."""
+
+import os
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.errno cimport errno
+from libc.stdint cimport uint16_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from pion._core.framing cimport (
+    FR_BAD_CRC, FR_BAD_FIELD, FR_BAD_MAGIC, FR_END, FR_IO, FR_NEWER, FR_OK, FR_SHORT, FR_TORN, FR_VALID, FR_ZEROS,
+    fr_header, fr_scan, fr_scan_free, fr_scan_here, fr_scan_init, fr_total,
+)
+
+__all__ = ["BIG_ALIGN", "BIG_FROM", "CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows", "check_records",
+           "convert_region", "flush", "reserve", "writeback", "write_record"]
+
+
+cdef extern from "quant.h" nogil:
+    size_t q_row_bytes(int code, size_t dim)
+    int q_encode(int source, int target, const void *src, void *dst, size_t rows, size_t dim, int64_t *bad_row)
+
+
+CHECKED = VS_CHECKED
+BIG_FROM = VS_ALIGN_FROM
+BIG_ALIGN = VS_BIG_ALIGN
+KIND_STORE = VS_STORE
+KIND_TRIM = VS_TRIM
+
+cdef dict _WHY = {
+    FR_END: "", FR_SHORT: "short", FR_ZEROS: "zeros", FR_BAD_MAGIC: "magic", FR_NEWER: "version",
+    FR_BAD_CRC: "checksum", FR_BAD_FIELD: "field", FR_TORN: "torn",
+}
+
+cdef enum:
+    GIL_BYTES = 32 << 10  # smaller writes take a few µs; giving the GIL away may cost a switch interval
+
+
+class BadRowError(ValueError):
+    """Row `row` of the input holds a value the stored format cannot hold."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} holds a value the stored format cannot hold")
+        self.row = row
+
+
+class DamageError(ValueError):
+    """A record that says something no writer says, at `offset` of the file."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(f"damaged record at offset {offset}: {reason}")
+        self.offset = offset
+        self.reason = reason
+
+
+cdef _oserror(int error):
+    return OSError(error, os.strerror(error))
+
+
+def write_record(int fd, uint64_t offset, uint32_t seed, *, uint8_t kind, payload=b"", uint16_t layer=0,
+                 uint8_t side=0, uint8_t fmt=0, uint32_t start=0, uint32_t count=0, uint32_t dim=0, uint32_t aux=0):
+    """Write a valid record without attributes in one call; returns the bytes to the next record. Raises OSError."""
+    cdef Py_buffer view
+    cdef fr_header h
+    cdef int error
+    PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
+    try:
+        memset(&h, 0, sizeof(h))
+        h.kind, h.state, h.layer, h.side, h.fmt = kind, FR_VALID, layer, side, fmt
+        h.start, h.count, h.dim, h.aux = start, count, dim, aux
+        h.payload_len = <uint64_t>view.len
+        if view.len < GIL_BYTES:
+            error = vs_write_record(fd, offset, &h, view.buf, seed)
+        else:
+            with nogil:
+                error = vs_write_record(fd, offset, &h, view.buf, seed)
+    finally:
+        PyBuffer_Release(&view)
+    if error:
+        raise _oserror(error)
+    return fr_total(&h)
+
+
+def check_records(int fd, uint32_t seed, records) -> int:
+    """Compare the payloads of the records at these offsets with their checksums, without the GIL.
+
+    Returns the first offset that is damaged, or -1. Raises OSError when reading fails otherwise.
+    """
+    cdef list offsets = list(records)
+    cdef Py_ssize_t n = len(offsets), i
+    cdef uint64_t *at = <uint64_t *>malloc(n * sizeof(uint64_t) + 8)
+    cdef int rc = FR_OK, error = 0
+    if at == NULL:
+        raise MemoryError
+    try:
+        for i in range(n):
+            at[i] = offsets[i]
+        i = 0
+        with nogil:
+            while i < n:
+                rc = vs_check_record(fd, at[i], seed)
+                if rc:
+                    error = errno
+                    break
+                i += 1
+    finally:
+        free(at)
+    if rc == FR_IO:
+        raise _oserror(error)
+    return offsets[i] if rc else -1
+
+
+def convert_region(int fd, uint64_t offset, uint64_t rows, uint32_t dim, int source, int target, uint32_t seed) -> int:
+    """Re-encode rows in their file, in place and without the GIL; returns the CRC of the result.
+
+    The region holds the longer of both forms. Raises BadRowError (the region is then undefined) or OSError.
+    """
+    cdef uint8_t *buf = <uint8_t *>malloc(2 * VS_PIECE)
+    cdef uint32_t crc = 0
+    cdef int64_t bad = -1
+    cdef int rc
+    if buf == NULL:
+        raise MemoryError
+    with nogil:
+        rc = vs_convert(fd, offset, rows, dim, source, target, seed, buf, buf + VS_PIECE, &crc, &bad)
+        free(buf)
+    if rc < 0:
+        raise BadRowError(bad)
+    if rc:
+        raise _oserror(rc)
+    return crc
+
+
+def reserve(int fd, uint64_t offset, uint64_t nbytes) -> None:
+    """Ask for the disk blocks of a region before it is written; the file's length stays. Failure is ignored."""
+    vs_reserve(fd, offset, nbytes)
+
+
+def writeback(int fd) -> None:
+    """Start writing a file's dirty pages, without waiting."""
+    with nogil:
+        vs_writeback(fd)
+
+
+def flush(int fd) -> None:
+    """Wait until a file's data is on the medium (fdatasync, F_FULLFSYNC). Raises OSError."""
+    cdef int error
+    with nogil:
+        error = vs_flush(fd)
+    if error:
+        raise _oserror(error)
+
+
+cdef class Rows:
+    """The rows of both sides of one entry, by layer.
+
+    Sides are 0 and 1, layers 0..79, rows u32. The caller holds the store's lock during every call.
+
+    Attributes:
+        dead: payload bytes in the file that no extent refers to any more.
+    """
+
+    def __dealloc__(self):
+        cdef int side, i
+        for side in range(2):
+            for i in range(self.used[side]):
+                vs_free(&self.maps[side][i])
+            free(self.maps[side])
+
+    cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept:
+        if side < 0 or side > 1 or layer < 0 or layer >= self.used[side]:
+            return NULL
+        return &self.maps[side][layer]
+
+    cdef vs_map *_grow(self, int side, Py_ssize_t layer) except NULL:
+        if side < 0 or side > 1 or layer < 0 or layer >= VS_LAYERS:
+            raise ValueError("side or layer out of range")
+        if self.maps[side] == NULL:
+            self.maps[side] = <vs_map *>calloc(VS_LAYERS, sizeof(vs_map))
+            if self.maps[side] == NULL:
+                raise MemoryError
+        if layer >= self.used[side]:
+            self.used[side] = <int>layer + 1
+        return &self.maps[side][layer]
+
+    cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
+                  uint32_t stride) except -1:
+        cdef vs_map *m = self._grow(side, layer)
+        if count == 0 or stride == 0 or <uint64_t>start + count > 0xFFFFFFFF or (m.stride and m.stride != stride):
+            raise ValueError("rows out of range, or of another size than the layer's")
+        if vs_room(m):
+            raise MemoryError
+        m.stride = stride
+        self.dead += vs_put(m, start, count, offset, record) * stride
+        return 0
+
+    def put(self, int side, int layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
+            uint32_t stride) -> None:
+        """Publish rows that are in the file. `record` is the offset of their record, plus CHECKED when it is known to be
+        intact; `stride` the stored bytes of a row."""
+        self._put(side, layer, start, count, offset, record, stride)
+
+    def lost(self, uint64_t nbytes) -> None:
+        """Count bytes of the file that hold nothing: an abandoned region, an overwritten state."""
+        self.dead += nbytes
+
+    def layers(self, int side) -> int:
+        """One more than the highest layer ever stored."""
+        return self.used[side] if 0 <= side <= 1 else 0
+
+    def tokens(self, int side, Py_ssize_t layer) -> int:
+        """Rows the layer reports, gaps included; 0 for a layer without a store."""
+        cdef vs_map *m = self._map(side, layer)
+        return m.tokens if m != NULL else 0
+
+    def live(self, int side, Py_ssize_t layer) -> int:
+        """Rows that are there, gaps excluded."""
+        cdef vs_map *m = self._map(side, layer)
+        return m.live if m != NULL else 0
+
+    def covers(self, int side, Py_ssize_t layer, uint32_t start, uint32_t end) -> bool:
+        """Every row of [start, end) is there."""
+        cdef vs_map *m = self._map(side, layer)
+        cdef uint32_t i
+        if start >= end:
+            return True
+        if m == NULL:
+            return False
+        i = vs_find(m, start)
+        while i < m.n and m.at[i].start <= start:
+            start = m.at[i].start + m.at[i].count
+            if start >= end:
+                return True
+            i += 1
+        return False
+
+    def complete(self, uint32_t rows, Py_ssize_t layers) -> bool:
+        """Both sides hold exactly `rows` rows, without gaps, in each of `layers` layers."""
+        cdef int side
+        cdef Py_ssize_t layer
+        for side in range(2):
+            if self.used[side] != layers:
+                return False
+            for layer in range(layers):
+                if self.maps[side][layer].live != rows or self.maps[side][layer].tokens != rows:
+                    return False
+        return True
+
+    def extents(self, int side, Py_ssize_t layer) -> int:
+        """Pieces the layer is stored in."""
+        cdef vs_map *m = self._map(side, layer)
+        return m.n if m != NULL else 0
+
+    def most_extents(self) -> int:
+        """Pieces of the most fragmented layer."""
+        cdef uint32_t most = 0
+        cdef int side, i
+        for side in range(2):
+            for i in range(self.used[side]):
+                if self.maps[side][i].n > most:
+                    most = self.maps[side][i].n
+        return most
+
+    def total(self, int side) -> tuple[int, int, int]:
+        """(rows reported, their stored bytes, stored bytes really there) over all layers of a side."""
+        cdef uint64_t rows = 0, nbytes = 0, there = 0
+        cdef vs_map *m
+        cdef int i
+        for i in range(self.used[side] if 0 <= side <= 1 else 0):
+            m = &self.maps[side][i]
+            rows += m.tokens
+            nbytes += <uint64_t>m.tokens * m.stride
+            there += m.live * m.stride
+        return rows, nbytes, there
+
+    def trim(self, int side, Py_ssize_t layer, uint32_t rows) -> None:
+        """Forget the rows from `rows` on."""
+        cdef vs_map *m = self._map(side, layer)
+        if m != NULL:
+            self.dead += vs_trim(m, rows) * m.stride
+
+    def segments(self, ref, int side, Py_ssize_t layer, uint32_t start, uint32_t end, uint32_t stride) -> list:
+        """[start, end) as (ref, offset, nbytes) pieces in row order; (None, 0, nbytes) where rows are missing."""
+        cdef vs_map *m = self._map(side, layer)
+        cdef uint32_t i, row = start, rows = 0
+        cdef uint64_t offset = 0
+        cdef int hit = 0
+        cdef list out = []
+        if m == NULL or m.n == 0:
+            return [(None, 0, <uint64_t>(end - start) * stride)] if end > start else out
+        i = vs_find(m, start)
+        while row < end:
+            vs_next(m, &i, &row, end, &hit, &offset, &rows)
+            out.append((ref if hit else None, offset, <uint64_t>rows * stride))
+        return out
+
+    def unchecked(self, int side, Py_ssize_t layer, uint32_t start, uint32_t end) -> list:
+        """Offsets of the records behind [start, end) whose payload nobody has compared with its checksum yet."""
+        cdef vs_map *m = self._map(side, layer)
+        cdef uint32_t i
+        cdef uint64_t last = VS_CHECKED
+        cdef list out = []
+        if m == NULL or m.unchecked == 0:
+            return out
+        i = vs_find(m, start)
+        while i < m.n and m.at[i].start < end:
+            if not m.at[i].record & VS_CHECKED and m.at[i].record != last:
+                last = m.at[i].record
+                out.append(last)
+            i += 1
+        return out
+
+    def mark_checked(self, records) -> None:
+        """These records (offsets) are intact."""
+        cdef set known = set(records)
+        cdef vs_map *m
+        cdef int side, layer
+        cdef uint32_t i
+        for side in range(2):
+            for layer in range(self.used[side]):
+                m = &self.maps[side][layer]
+                if m.unchecked == 0:
+                    continue
+                for i in range(m.n):
+                    if not m.at[i].record & VS_CHECKED and m.at[i].record in known:
+                        m.at[i].record |= VS_CHECKED
+                        m.unchecked -= 1
+
+    def copy(self) -> Rows:
+        """A snapshot that later stores do not change."""
+        cdef Rows out = Rows.__new__(Rows)
+        cdef vs_map *src
+        cdef vs_map *dst
+        cdef int side, layer
+        out.dead = self.dead
+        for side in range(2):
+            for layer in range(self.used[side]):
+                src = &self.maps[side][layer]
+                dst = out._grow(side, layer)
+                dst[0] = src[0]
+                dst.cap = src.n
+                dst.at = <vs_extent *>malloc(src.n * sizeof(vs_extent) + 1)
+                if dst.at == NULL:
+                    dst.n = 0
+                    raise MemoryError
+                memcpy(dst.at, src.at, src.n * sizeof(vs_extent))
+        return out
+
+    def append(self, int fd, uint64_t at, uint32_t seed, int side, int layer, uint32_t start, uint32_t count,
+               uint32_t dim, int source, int target, blob) -> int:
+        """Encode rows, write them as one record at `at` and publish them. Returns the bytes to the next record.
+
+        Args:
+            source, target: format codes of `blob` and of the file; blob holds count x dim values.
+
+        Raises:
+            BadRowError: a value does not fit; nothing is written.
+            OSError: the write failed; the caller cuts the file back to `at`.
+        """
+        cdef Py_buffer view
+        cdef fr_header h
+        cdef size_t stride = q_row_bytes(target, dim), nbytes = stride * count
+        cdef int64_t bad = -1
+        cdef int rc = 0, error = 0
+        cdef uint8_t *encoded = NULL
+        cdef const void *payload
+        cdef vs_map *m = self._grow(side, layer)
+        PyObject_GetBuffer(blob, &view, PyBUF_SIMPLE)
+        try:
+            if stride == 0 or count == 0 or <size_t>view.len != q_row_bytes(source, dim) * count:
+                raise ValueError("blob is not count rows of dim values")
+            payload = view.buf
+            if source != target:
+                encoded = <uint8_t *>malloc(nbytes)
+                if encoded == NULL:
+                    raise MemoryError
+                payload = encoded
+            memset(&h, 0, sizeof(h))
+            h.kind, h.state, h.layer, h.side, h.fmt = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side, <uint8_t>target
+            h.start, h.count, h.dim, h.payload_len = start, count, dim, nbytes
+            if nbytes < GIL_BYTES:
+                if encoded != NULL:
+                    rc = q_encode(source, target, view.buf, encoded, count, dim, &bad)
+                if rc == 0:
+                    error = vs_write_record(fd, at, &h, payload, seed)
+            else:
+                with nogil:
+                    if encoded != NULL:
+                        rc = q_encode(source, target, view.buf, encoded, count, dim, &bad)
+                    if rc == 0:
+                        error = vs_write_record(fd, at, &h, payload, seed)
+        finally:
+            PyBuffer_Release(&view)
+            free(encoded)
+        if rc:
+            if bad < 0:
+                raise ValueError(f"no conversion from format {source} to {target}")
+            raise BadRowError(bad)
+        if error:
+            raise _oserror(error)
+        self._put(side, layer, start, count, at + h.header_len, at | VS_CHECKED, <uint32_t>stride)
+        return fr_total(&h)
+
+    def scan(self, int fd, uint64_t offset, uint64_t end, uint32_t seed, others) -> tuple[int, str]:
+        """Take in the records of a file by their headers; payloads stay unchecked.
+
+        Args:
+            others: called with (kind, offset, header_len, payload_len, layer, side, start, count, attrs) for each valid
+                record that is neither rows nor a trim, in file order.
+
+        Returns:
+            (offset where the scan stopped, why: "" for the clean end, else a reason of framing.FramingError)
+
+        Raises:
+            DamageError: an intact header that contradicts the records before it.
+            OSError: reading failed.
+        """
+        cdef fr_scan s
+        cdef fr_header h
+        cdef const uint8_t *attrs = NULL
+        cdef int rc
+        cdef uint32_t stride
+        if fr_scan_init(&s, fd, offset, end, seed):
+            raise MemoryError
+        try:
+            while True:
+                with nogil:
+                    rc = fr_scan_here(&s, &h, &attrs)
+                if rc:
+                    break
+                if h.state != FR_VALID:
+                    self.dead += fr_total(&h)
+                elif h.kind == VS_STORE:
+                    stride = <uint32_t>q_row_bytes(h.fmt, h.dim)
+                    if h.side > 1 or h.layer >= VS_LAYERS or <uint64_t>stride * h.count != h.payload_len:
+                        raise DamageError(s.offset, "rows do not fit their header")
+                    try:
+                        self._put(h.side, h.layer, h.start, h.count, s.offset + h.header_len, s.offset, stride)
+                    except ValueError:
+                        raise DamageError(s.offset, "rows of another size than the layer's") from None
+                elif h.kind == VS_TRIM:
+                    self.trim(h.side, h.layer, h.count)
+                else:
+                    others(h.kind, s.offset, h.header_len, h.payload_len, h.layer, h.side, h.start, h.count,
+                           (<const char *>attrs)[:h.attrs_len] if h.attrs_len else b"")
+                s.offset += fr_total(&h)
+            if rc == FR_IO:
+                raise _oserror(s.error)
+            return s.offset, _WHY[rc]
+        finally:
+            fr_scan_free(&s)
+
+    def merge_into(self, Rows fresh, int src, int dst, uint64_t at, uint32_t seed, formats) -> int:
+        """Write every row of this map into another file, one record for each run without a gap.
+
+        Args:
+            fresh: empty; gets the same rows at their new places.
+            formats: for each side (format code, dim).
+
+        Returns:
+            The offset behind the last record. Raises OSError.
+        """
+        cdef fr_header h
+        cdef vs_map *m
+        cdef int side, layer, error = 0
+        cdef uint32_t i, j
+        cdef uint64_t total = 0
+        cdef uint8_t *buf = <uint8_t *>malloc(VS_PIECE)
+        if buf == NULL:
+            raise MemoryError
+        try:
+            for side in range(2):
+                for layer in range(self.used[side]):
+                    m = &self.maps[side][layer]
+                    i = 0
+                    while i < m.n:
+                        j = i + 1
+                        while j < m.n and m.at[j].start == m.at[j - 1].start + m.at[j - 1].count:
+                            j += 1
+                        memset(&h, 0, sizeof(h))
+                        h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
+                        h.fmt, h.dim = formats[side][0], formats[side][1]
+                        with nogil:
+                            error = vs_merge(m, i, j, src, dst, at, &h, seed, buf, &total)
+                        if error:
+                            raise _oserror(error)
+                        fresh._put(side, layer, h.start, h.count, at + h.header_len, at | VS_CHECKED, m.stride)
+                        at += total
+                        i = j
+                    if m.tokens > fresh.tokens(side, layer):
+                        fresh._grow(side, layer).tokens = m.tokens
+                        fresh._grow(side, layer).stride = m.stride
+            return at
+        finally:
+            free(buf)
+
+    def copy_tail(self, int src, uint64_t offset, uint64_t end, uint32_t seed, int dst, uint64_t at, uint32_t dst_seed,
+                  others) -> int:
+        """Append the valid records of [offset, end) of one file to another of a different seed, and take them in.
+
+        `others` as in scan, with offsets of the new file. Returns the offset behind the last record.
+
+        Raises:
+            DamageError: a record is not whole or its checksum is wrong.
+            OSError: reading or writing failed.
+        """
+        cdef fr_scan s
+        cdef fr_header h
+        cdef const uint8_t *attrs = NULL
+        cdef int rc
+        cdef uint64_t step
+        cdef uint8_t *buf = <uint8_t *>malloc(VS_PIECE)
+        if buf == NULL or fr_scan_init(&s, src, offset, end, seed):
+            free(buf)
+            raise MemoryError
+        try:
+            while True:
+                rc = fr_scan_here(&s, &h, &attrs)
+                if rc == FR_END:
+                    return at
+                if rc == FR_IO:
+                    raise _oserror(s.error)
+                if rc:
+                    raise DamageError(s.offset, "not a whole record")
+                step = fr_total(&h)
+                if h.state == FR_VALID:
+                    with nogil:
+                        rc = vs_recode(src, s.offset, &h, attrs, seed, dst, at, dst_seed, buf)
+                    if rc == FR_IO:
+                        raise _oserror(errno)
+                    if rc:
+                        raise DamageError(s.offset, "checksum")
+                    if h.kind == VS_STORE:
+                        self._put(h.side, h.layer, h.start, h.count, at + h.header_len, at | VS_CHECKED,
+                                  <uint32_t>q_row_bytes(h.fmt, h.dim))
+                    elif h.kind == VS_TRIM:
+                        self.trim(h.side, h.layer, h.count)
+                    else:
+                        others(h.kind, at, h.header_len, h.payload_len, h.layer, h.side, h.start, h.count,
+                               (<const char *>attrs)[:h.attrs_len] if h.attrs_len else b"")
+                    at += fr_total(&h)
+                s.offset += step
+        finally:
+            fr_scan_free(&s)
+            free(buf)

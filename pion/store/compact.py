@@ -1,0 +1,178 @@
+"""Writing an entry anew, so that its rows stand together.
+
+Many small stores leave a layer in many pieces, overwritten rows and states leave holes. A compaction writes what is
+live into a new file, without the lock; then, with the lock, it copies what was appended meanwhile and puts the new file
+in the place of the old one. Readers of the old file keep it.
+
+When: a layer is in more than 64 pieces and a quarter of the file came after the last compaction, so that the bytes
+written by all compactions together stay a small multiple of the bytes stored; or a quarter of the file is dead. A quiet
+entry is compacted earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+from pion import limits
+from pion._core import framing, vstore
+from pion._core.stream import FdRef
+from pion.errors import CommandError
+from pion.store import layout, loader
+from pion.store.entries import DamagedError, Entry
+from pion.store.store import Store
+
+log = logging.getLogger("pion.store")
+
+GROWN: Final = 4  # 1/4 of the file is newer than the last compaction
+QUIET_GROWN: Final = 16  # the same for an entry nobody writes to
+DEAD_FROM: Final = 1 * limits.MIB  # dead bytes in a small file are not worth a rewrite
+_ROUNDS: Final = 4
+
+
+def due(entry: Entry, *, quiet: bool = False) -> bool:
+    """Whether a compaction pays."""
+    rows = entry.rows
+    if rows is None or entry.gone or entry.writers:
+        return False
+    if rows.dead >= DEAD_FROM and rows.dead >= entry.size * limits.COMPACT_DEAD_SHARE:
+        return True
+    fresh = entry.size - entry.base
+    if fresh * (QUIET_GROWN if quiet else GROWN) < entry.base:
+        return False
+    return rows.most_extents() > limits.COMPACT_EXTENTS
+
+
+def compact(store: Store, entry: Entry) -> bool:
+    """Rewrite an entry. Blocking; called from a worker thread without the lock.
+
+    Returns:
+        False when it was left as it is: dropped or written to all the time, no room, or an error, which is logged.
+    """
+    try:
+        return _compact(store, entry)
+    except (OSError, DamagedError, vstore.DamageError) as error:
+        log.warning("entry %r could not be compacted: %s", entry.name, error)
+        return False
+
+
+def _compact(store: Store, entry: Entry) -> bool:
+    loader.precheck(store, entry)
+    with store.lock:
+        if entry.gone or entry.rows is None or entry.writers:
+            return False
+        need = entry.disk
+        if need > store.max_bytes // 8 and store.totals.disk + store.held_bytes() + need > store.max_bytes:
+            return False  # others would have to go for it
+        try:
+            store.make_room(need, entry)
+        except CommandError:
+            return False
+        loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
+        job = _Job(store, entry)
+        store.totals.disk += need  # both files are on the disk for a while
+    try:
+        return job.run()
+    finally:
+        job.close()
+        with store.lock:
+            store.totals.disk -= need
+
+
+class _Job:
+    """One compaction: the old file as it was at the beginning, and the new one."""
+
+    def __init__(self, store: Store, entry: Entry) -> None:
+        assert entry.rows is not None
+        self.store, self.entry = store, entry
+        self.source, self.seen, self.seed = store.ref(entry), entry.size, entry.seed
+        self.plan = entry.rows.copy()
+        self.payloads = [*([entry.blocks] if entry.blocks else []), *entry.states.values()]
+        self.fresh = Entry(entry.key, layout.new_generation())
+        self.fresh.seed = loader.seed_of(self.fresh.generation)
+        self.fresh.describe(list(entry.sides), entry.declared)
+        self.rows = self.fresh.rows = vstore.Rows()
+        fd, self.temporary = store.files.scratch(entry.path)
+        self.target = FdRef(fd)
+        self.at = 0
+
+    def run(self) -> bool:
+        """Copy, catch up with what is appended meanwhile, swap."""
+        self._copy_head()
+        for payload in self.payloads:
+            self._copy(payload.record, payload.offset + framing.align_up(payload.nbytes))
+        formats = [(side.fmt, side.dim) if side else (0, 0) for side in self.fresh.sides]
+        fd = self.target.fileno()
+        self.at = self.plan.merge_into(self.rows, self.source.fileno(), fd, self.at, self.fresh.seed, formats)
+        for _ in range(_ROUNDS):
+            self._flush()  # what is durable in the old file must be durable in the new one before it takes its place
+            with self.store.lock:
+                if not self._possible():
+                    return False
+                end = self.entry.size
+                if end == self.seen:
+                    self._swap()
+                    return True
+            self._copy(self.seen, end)
+            self.seen = end
+        with self.store.lock:  # the writers never pause: make them
+            if not self._possible():
+                return False
+            self._copy(self.seen, self.entry.size)
+            self._flush()
+            self._swap()
+            return True
+
+    def close(self) -> None:
+        """Remove the new file unless it was swapped in."""
+        if self.temporary:
+            self.store.files.remove(self.temporary)
+
+    def _possible(self) -> bool:
+        entry = self.entry
+        return (
+            not entry.gone
+            and entry.generation != self.fresh.generation
+            and entry.seed == self.seed
+            and not entry.writers
+        )
+
+    def _flush(self) -> None:
+        if self.store.files.keeps:
+            vstore.flush(self.target.fileno())
+
+    def _copy_head(self) -> None:
+        head = layout.file_header(self.fresh.key, self.fresh.generation)
+        data = head + loader.meta_record(self.fresh, len(head))
+        if os.pwrite(self.target.fileno(), data, 0) != len(data):
+            raise OSError(28, os.strerror(28))
+        self.at = len(data)
+
+    def _copy(self, start: int, end: int) -> None:
+        collect = loader.Collector(self.fresh)
+        self.at = self.rows.copy_tail(
+            self.source.fileno(), start, end, self.seed, self.target.fileno(), self.at, self.fresh.seed, collect
+        )
+        self.rows.lost(collect.sized)
+
+    def _swap(self) -> None:
+        """The new file takes the place of the old one, on disk and in memory. The lock is held."""
+        store, entry, fresh = self.store, self.entry, self.fresh
+        store.mark_dirty(entry)
+        store.files.adopt(self.temporary, entry.path, entry.generation)
+        self.temporary = ""
+        for payload in [*fresh.states.values(), *([fresh.blocks] if fresh.blocks else [])]:
+            payload.checked = True
+        old, nbytes = entry.ref, entry.disk
+
+        def change() -> None:
+            entry.generation, entry.seed = fresh.generation, fresh.seed
+            entry.rows, entry.states, entry.blocks = fresh.rows, fresh.states, fresh.blocks
+            entry.ref = self.target
+            entry.size = entry.base = self.at
+            entry.recount()
+
+        store.recounted(entry, change)
+        store.opened(entry)
+        store.release(old, nbytes)

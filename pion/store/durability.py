@@ -1,0 +1,276 @@
+"""What runs beside the commands: flushing, sealing, compaction, rewriting the index.
+
+A commit is done once for everybody who waits for it: whoever comes while one is running waits for the next, which one
+of them then runs. Its flushes are started together and awaited by several threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from pion._core import vstore
+from pion._core.stream import FdRef
+from pion.errors import StorageError
+from pion.store import compact, layout
+from pion.store.entries import Entry
+from pion.store.store import Store
+
+log = logging.getLogger("pion.store")
+
+FLUSH_THREADS: Final = 8
+QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
+_SLICE: Final = 256  # entries per look at the lock while the index is rewritten
+_COPY_PIECE: Final = 1 << 20
+
+
+class Upkeep:
+    """The background work of a store.
+
+    Args:
+        policy: appendfsync: `always`, `everysec` or `no`.
+        flush_log: makes the keyspace log durable; None without one.
+    """
+
+    def __init__(self, store: Store, policy: str, flush_log: Callable[[], object] | None = None) -> None:
+        self.store = store
+        self.policy = policy
+        self.flush_log = flush_log
+        self.failure = ""  # of the first flush that failed: what it covered may be lost, and nobody can tell
+        self._workers = ThreadPoolExecutor(2, "pion-upkeep")
+        self._flushers: ThreadPoolExecutor | None = None
+        self._turn = threading.Condition()
+        self._started = self._finished = 0
+        self._running = False
+        self._errors: dict[int, OSError] = {}
+        self._ticking = threading.Lock()
+        self._queued: set[Entry] = set()
+        store.fragmented = self.consider
+
+    # --- commit -----------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Return when everything written before the call is on the medium.
+
+        Raises:
+            OSError: a flush failed.
+        """
+        with self._turn:
+            mine = self._started + 1
+            while self._finished < mine:
+                if self._running:
+                    self._turn.wait()
+                    continue
+                self._running = True
+                self._started += 1
+                number = self._started
+                self._turn.release()
+                error: OSError | None = None
+                try:
+                    self._flush_all()
+                except OSError as failure:
+                    error = failure
+                finally:
+                    self._turn.acquire()
+                    self._running = False
+                    self._finished = number
+                    if error is not None:
+                        self._errors[number] = error
+                    self._errors.pop(number - 64, None)
+                    self._turn.notify_all()
+            if mine in self._errors:
+                raise self._errors[mine]
+
+    def _flush_all(self) -> None:
+        store = self.store
+        if self.failure:
+            raise OSError(5, self.failure)
+        with store.lock:
+            work = [(entry, store.ref(entry), entry.unsynced) for entry in store.unsynced]
+            store.unsynced.clear()
+        try:
+            if store.files.keeps:
+                self._flush_files([ref for _, ref, _ in work])
+                if store.index is not None:
+                    store.index.flush()
+                store.files.sync()
+            if self.flush_log is not None:
+                self.flush_log()
+        except OSError as error:
+            self.failure = f"an earlier flush failed: {error.strerror}"
+            log.error("flush failed: %s; nothing will be called durable until the server is restarted", error.strerror)
+            raise
+        with store.lock:
+            for entry, _, nbytes in work:
+                entry.unsynced -= nbytes
+                if entry.unsynced:
+                    store.unsynced.add(entry)
+                if not entry.gone:
+                    store.totals.unsynced -= nbytes
+
+    def _flush_files(self, refs: list[FdRef]) -> None:
+        if len(refs) <= 1:
+            for ref in refs:
+                vstore.flush(ref.fileno())
+            return
+        for ref in refs:
+            vstore.writeback(ref.fileno())
+        if self._flushers is None:
+            self._flushers = ThreadPoolExecutor(FLUSH_THREADS, "pion-flush")
+        for _ in self._flushers.map(lambda ref: vstore.flush(ref.fileno()), refs):
+            pass
+
+    # --- every second -----------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Hand a second's upkeep to a worker; does not wait. A second tick while one is at work does nothing."""
+        if self._ticking.acquire(blocking=False):
+            try:
+                self._workers.submit(self._tick)
+            except RuntimeError:  # closing
+                self._ticking.release()
+
+    def _tick(self) -> None:
+        try:
+            self._upkeep()
+        except OSError as error:
+            log.error("upkeep: %s", error)
+        finally:
+            self._ticking.release()
+
+    def _upkeep(self) -> None:
+        store = self.store
+        store.held_bytes()
+        if self.policy == "everysec" and not self.failure and (store.unsynced or self.flush_log is not None):
+            self.commit()
+        quiet: list[Entry] = []
+        with store.lock:
+            for entry in store.restless:
+                entry.quiet += 1
+                if entry.quiet >= QUIET_TICKS and not entry.writers:
+                    quiet.append(entry)
+            used, store.used = store.used, set()
+        for entry in quiet:
+            if compact.due(entry, quiet=True):
+                compact.compact(store, entry)
+        self.seal(quiet)
+        if store.index is not None and used:
+            with store.lock:
+                store.index.used([(entry.key, entry.used) for entry in used if not entry.gone])
+            if store.index.bloated:
+                self.rewrite_index()
+
+    def seal(self, entries: Iterable[Entry]) -> None:
+        """Tell the index what quiet entries hold; one that has been written to meanwhile waits for its next turn."""
+        store = self.store
+        for entry in entries:
+            with store.lock:
+                if entry.dirty and not entry.gone and not entry.writers and entry.quiet >= QUIET_TICKS:
+                    store.seal([entry], synced=not entry.unsynced)
+
+    def rewrite_index(self, *, closed: bool = False) -> None:
+        """Write the index anew, in slices, while the store is used."""
+        store, index = self.store, self.store.index
+        if index is None:
+            return
+        with store.lock:
+            index.begin_rewrite()
+            entries = list(store.entries.values())
+        for i in range(0, len(entries), _SLICE):
+            with store.lock:
+                index.rewrite(
+                    (entry.key, entry.figures(clean=not entry.dirty, synced=not entry.unsynced))
+                    for entry in entries[i : i + _SLICE]
+                    if not entry.gone
+                )
+        with store.lock:
+            index.end_rewrite(closed=closed)
+
+    def consider(self, entry: Entry) -> None:
+        """Compact an entry in the background when that pays. Called with every store."""
+        if entry not in self._queued and compact.due(entry):
+            self._queued.add(entry)
+            try:
+                self._workers.submit(self._compact, entry)
+            except RuntimeError:  # closing
+                self._queued.discard(entry)
+
+    def compact_now(self, ns: bytes) -> bool:
+        """Compact a prefix in this thread."""
+        with self.store.lock:
+            entry = self.store.get(layout.PREFIX + ns)
+        return entry is not None and compact.compact(self.store, entry)
+
+    def _compact(self, entry: Entry) -> None:
+        try:
+            compact.compact(self.store, entry)
+        finally:
+            self._queued.discard(entry)
+
+    def close(self) -> None:
+        """Finish what is running."""
+        self._workers.shutdown(cancel_futures=True)
+        if self._flushers is not None:
+            self._flushers.shutdown()
+
+
+def save_copy(store: Store, root: Path, path: str) -> None:
+    """Write every entry into a directory of the same layout: a data directory of its own, without an index.
+
+    It appears under its name when it is complete and durable.
+
+    Raises:
+        StorageError: there is something else of that name already.
+        OSError: writing failed; what was written is left in `<path>.new`.
+    """
+    target, fresh = root / path, root / f"{path}.new"
+    if target.exists():
+        raise StorageError(f"ERR KV.PREFIX.SAVE failed ('{path}' is there already)")
+    fresh.mkdir(parents=True, mode=0o700)
+    with store.lock:
+        entries = list(store.entries.values())
+    folders = {fresh}
+    for entry in entries:
+        with store.lock:
+            if entry.gone:
+                continue
+            ref, size = store.ref(entry), entry.size
+        copy = fresh / entry.path
+        if copy.parent not in folders:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            folders.add(copy.parent)
+        _copy_file(ref, size, copy)
+    for folder in (*folders, *{folder.parent for folder in folders}):
+        _sync_folder(folder)
+    os.rename(fresh, target)
+    _sync_folder(target.parent)
+
+
+def _copy_file(ref: FdRef, size: int, path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        at = 0
+        while at < size:
+            piece = os.pread(ref.fileno(), min(_COPY_PIECE, size - at), at)
+            if not piece:
+                break
+            view = memoryview(piece)
+            while view:
+                done = os.pwrite(fd, view, at)
+                at, view = at + done, view[done:]
+        vstore.flush(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

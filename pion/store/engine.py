@@ -1,0 +1,303 @@
+"""The engine: one object that owns a data directory, its entries and its keyspace.
+
+The server builds one and passes it to the commands. It is also the embedding API: the same store in your own process,
+without a socket.
+
+    with pion.Engine("cache") as engine:
+        engine.register(b"prompt", kv_dim=256, fmt_code=FORMATS["fp16"], rows=512, layers=24)
+        for layer in range(24):
+            engine.store(b"prompt", layer, keys[layer], values[layer])
+        if engine.lookup(b"prompt"):
+            layers = engine.fetch(b"prompt")
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pion import limits
+from pion.errors import CommandError, StartupError, StorageError
+from pion.store import arrays, startup
+from pion.store.durability import Upkeep, save_copy
+from pion.store.engine_prefixes import PrefixMethods
+from pion.store.engine_sessions import SessionMethods
+from pion.store.entries import Entry
+from pion.store.files import DiskFiles, Files, MemoryFiles
+from pion.store.index import Index
+from pion.store.ledger import Ledger
+from pion.store.prefixes import Prefixes, Tables
+from pion.store.sessions import Sessions
+from pion.store.ssm import States
+from pion.store.store import Store
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+POLICIES: Final = ("always", "everysec", "no")
+MEMORY_SHARE: Final = 0.5  # of the free memory, the default cap with memory_only
+
+
+class Engine(SessionMethods, PrefixMethods):
+    """A store of prefixes (and a keyspace) in a directory, or in memory.
+
+    Methods may be called from any thread. Namespaces and session names are bytes, format codes those of
+    `pion.limits.FORMATS`; errors are `pion.errors.CommandError` with the text a client would see.
+
+    Args:
+        path: the data directory, made when missing. One engine per directory.
+        memory_only: keep everything in memory; `path` is not used.
+        kvcache: whether the server offers the V and KV.PREFIX commands.
+        max_sessions: sides of prefixes and raw sessions; the least recently used prefix goes first.
+        max_bytes: of entry files. Default: 80 % of the free disk (half of the free memory with memory_only).
+        appendfsync: `always` (an acknowledged write is on the medium), `everysec` or `no`.
+        wal: False keeps no promise about what survives: nothing is flushed, COMMIT is refused, the keyspace is
+            not logged.
+        ns_prefix: for the commands, which require namespaces to begin with it.
+        databases: of the keyspace.
+        keyspace: use this one instead of making one.
+        ticker: flush and tidy up every second from a thread of its own. The server calls `fsync_tick` instead.
+
+    Raises:
+        StartupError: the directory is in use by another process or cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        memory_only: bool = False,
+        kvcache: bool = True,
+        max_sessions: int = limits.DEFAULT_MAX_SESSIONS,
+        max_bytes: int | None = None,
+        appendfsync: str = "everysec",
+        wal: bool = True,
+        ns_prefix: str = "",
+        databases: int = limits.DATABASES,
+        keyspace: Any = None,
+        ticker: bool = True,
+    ) -> None:
+        if appendfsync not in POLICIES:
+            raise StartupError(f"appendfsync must be one of {', '.join(POLICIES)}, not '{appendfsync}'")
+        if path is None and not memory_only:
+            raise StartupError("a path is needed, or memory_only")
+        self.kvcache = kvcache
+        self.ns_prefix = ns_prefix
+        self.wal = wal and not memory_only
+        self.memory_only = memory_only
+        self.deferred_sync = False  # set by a server that calls `commit` itself before it acknowledges
+        self.ledger = Ledger()
+        self.keyspace_store: Any = None
+        self.root = Path(path) if path is not None and not memory_only else None
+        self.found = startup.Found()
+        self._open(max_sessions, max_bytes)
+        try:
+            self.keyspace = self._open_keyspace(keyspace, databases, appendfsync)
+        except BaseException:
+            self._files.close()
+            raise
+        self._policy = appendfsync if self.wal else "no"
+        flush_log = self.keyspace_store.fsync if self.keyspace_store is not None else None
+        self._upkeep = Upkeep(self._store, self._policy, flush_log)
+        self._tables = Tables(self.keyspace, limits.INTERNAL_DB)
+        self._sessions = Sessions(self._store)
+        self._prefixes = Prefixes(self._store, self.ledger, self._tables)
+        self._states = States(self._store)
+        self._store.on_drop = self._dropped
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        if self.root is not None and self._trusted:
+            self._thread("pion-list", self._list_directory)
+        if ticker:
+            self._thread("pion-tick", self._tick_loop)
+
+    def _open(self, max_sessions: int, max_bytes: int | None) -> None:
+        self._trusted = True
+        if self.root is None:
+            files: Files = MemoryFiles()
+            cap = max_bytes or int(files.free_bytes() * MEMORY_SHARE)
+            self._store = Store(files, None, max_sessions=max_sessions, max_bytes=cap)
+        else:
+            disk = files = DiskFiles(self.root)
+            try:
+                idx = Index(self.root)
+                store = self._store = Store(files, idx, max_sessions=max_sessions, max_bytes=1 << 62)
+                store.max_sessions = 1 << 30  # caps hold from the moment everything is known
+                self.found, known = startup.bring_up(store, disk, idx)
+                store.max_sessions = max_sessions
+                store.max_bytes = max_bytes or int(
+                    (files.free_bytes() + store.totals.disk) * limits.DEFAULT_MAX_BYTES_SHARE
+                )
+                store.enforce()
+                self._trusted = known.trusted
+            except OSError as error:
+                files.close()
+                raise StartupError(f"data directory {self.root}: {error}") from error
+        self._files = files
+
+    def _open_keyspace(self, keyspace: Any, databases: int, appendfsync: str) -> Any:
+        if keyspace is not None:
+            return keyspace
+        from pion._core.keyspace import Keyspace
+
+        keyspace = Keyspace(databases)
+        if self.root is not None and self.wal:
+            from pion.store.keyspace import KeyspaceStore
+
+            self.keyspace_store = KeyspaceStore(self.root, keyspace, appendfsync)
+            self.keyspace_store.open()
+        return keyspace
+
+    def _thread(self, name: str, body: Any) -> None:
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _tick_loop(self) -> None:
+        while not self._closing.wait(1.0):
+            self.fsync_tick()
+
+    def _list_directory(self) -> None:
+        if isinstance(self._files, DiskFiles):
+            startup.list_directory(self._store, self._files, self.found)
+
+    def _dropped(self, entry: Entry) -> None:
+        if entry.is_prefix:
+            self._tables.drop(entry.name)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make everything durable (unless told not to), write the index down, release the directory. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        self._upkeep.close()
+        if self.root is not None:
+            try:
+                if self._policy != "no":
+                    self._upkeep.commit()
+                with self._store.lock:
+                    self._store.seal(list(self._store.restless), synced=self._policy != "no")
+                self._upkeep.rewrite_index(closed=True)
+            except OSError as error:
+                raise StorageError(f"ERR the store was not closed in order: {error.strerror}") from error
+            finally:
+                if self.keyspace_store is not None:
+                    self.keyspace_store.close()
+                if self._store.index is not None:
+                    self._store.index.close()
+                self._files.close()
+
+    def fsync_tick(self) -> None:
+        """Once a second: flush (appendfsync everysec), seal and compact quiet entries. Does not wait for any of it."""
+        self._upkeep.tick()
+
+    # --- durability -------------------------------------------------------------------------------------------------
+
+    @property
+    def always(self) -> bool:
+        """Every acknowledged write has to be on the medium."""
+        return self._policy == "always"
+
+    def _acknowledge(self) -> None:
+        if self._policy == "always" and not self.deferred_sync:
+            self._commit("ERR the write could not be flushed")
+
+    def _commit(self, text: str) -> None:
+        try:
+            self._upkeep.commit()
+        except OSError as error:
+            raise StorageError(f"{text} ({error.strerror})") from error
+
+    def commit(self) -> None:
+        """Return when everything acknowledged before is on stable storage.
+
+        Raises:
+            StorageError: a flush failed, now or earlier: nothing can be promised.
+        """
+        if not self.wal:
+            raise CommandError("ERR KV.PREFIX.COMMIT: --no-wal, writes are not logged")
+        try:
+            self._upkeep.commit()
+        except OSError as error:
+            raise StorageError("ERR KV.PREFIX.COMMIT: a log could not be flushed (or --no-wal)") from error
+
+    def save(self, path: str | None = None) -> None:
+        """COMMIT and a fresh index; with a path, a copy of every entry as a data directory of its own below ours.
+
+        Raises:
+            StorageError: nothing is held, or writing failed.
+        """
+        store = self._store
+        failed = "ERR KV.PREFIX.SAVE failed (no active sessions or io error)"
+        if self.root is None:
+            raise StorageError(failed)
+        try:
+            if path is not None:
+                if store.totals.sessions:
+                    save_copy(store, self.root, path)
+            else:
+                self._upkeep.commit()
+                self._upkeep.rewrite_index()
+                store.appended = 0
+        except OSError as error:
+            raise StorageError(failed) from error
+        if not store.totals.sessions:
+            raise StorageError(failed)
+
+    def info(self) -> dict[str, int]:
+        """The lines of KV.PREFIX.INFO, in the published order, then ours."""
+        store, totals = self._store, self._store.totals
+        with store.lock:
+            log_bytes = self.keyspace_store.unsynced_bytes if self.keyspace_store is not None else 0
+            return {
+                "registered_prefixes": totals.prefixes,
+                "total_prefix_tokens": totals.key_rows,
+                "vstore_sessions": totals.sessions,
+                "vstore_total_fetches": self._sessions.fetches,
+                "vstore_evictions": store.evictions,
+                "vstore_max_sessions": store.max_sessions,
+                "vstore_bytes": totals.nbytes,
+                "wal_enabled": int(self.wal),
+                "wal_bytes": totals.unsynced + log_bytes if self.wal else 0,
+                "wal_appended": store.appended,
+                "wal_replayed": self.found.replayed,
+                "directory_enabled": 0,
+                "my_worker_id": 0,
+                "directory_entries": 0,
+                "sdpa_warm": 0,
+                "sdpa_cold": 0,
+                "sdpa_demotions": 0,
+                "sdpa_rehydrates": 0,
+                "vstore_file_bytes": totals.disk + store.held_bytes(),
+                "vstore_max_bytes": store.max_bytes,
+                "vstore_entries": len(store.entries),
+                "vstore_quarantined": store.quarantined,
+                "vstore_foreign_files": self.found.foreign,
+                "vstore_sync_failed": int(bool(self._upkeep.failure)),
+            }
+
+    # --- numpy ------------------------------------------------------------------------------------------------------
+
+    def store(self, ns: bytes, layer: int, k: Any, v: Any, start: int = 0) -> None:
+        """Store K and V rows of one layer of a registered prefix: arrays [rows, dim], float32, float16, or bfloat16
+        words as uint16."""
+        arrays.store(self, ns, layer, k, v, start)
+
+    def fetch(self, ns: bytes) -> list[tuple[Any, Any]]:
+        """(K, V) of every layer, each [rows, dim]: float16 of an fp16 prefix, float32 otherwise."""
+        return arrays.fetch(self, ns)
+
+    def compact(self, ns: bytes) -> bool:
+        """Rewrite a prefix so that its rows stand together; normally the engine does this by itself."""
+        return self._upkeep.compact_now(ns)

@@ -1,0 +1,96 @@
+"""The engine's methods for prefixes: what KV.PREFIX.* calls."""
+
+from __future__ import annotations
+
+from pion.store.layout import Declared
+from pion.store.prefixes import Prefixes
+
+
+class PrefixMethods:
+    """Mixed into `Engine`."""
+
+    _prefixes: Prefixes
+
+    def _acknowledge(self) -> None:
+        raise NotImplementedError
+
+    def register(
+        self,
+        ns: bytes,
+        kv_dim: int,
+        fmt_code: int,
+        *,
+        blocks: tuple[int, bytes] | None = None,
+        prefill_ms: int = 0,
+        rows: int | None = None,
+        layers: int | None = None,
+        digest: str | None = None,
+        scope: bytes | None = None,
+        parent: bytes | None = None,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        rope: float | None = None,
+        replace: bool = False,
+    ) -> None:
+        """Make room for the K/V of a prefix; calling it again with the same arguments changes nothing.
+
+        Args:
+            blocks: (block size, u64 little-endian hashes in token order).
+            prefill_ms: what computing the prefix took; for the receipt, not kept over a restart.
+            rows, layers: the shape. With it, `lookup` is true only once all rows are there.
+            digest: of token ids and model, hex; compared by `lookup`.
+            scope, parent: names searched together; the prefix this one continues.
+            heads, head_dim, rope: what a row is.
+            replace: drop what is stored under another description.
+
+        Raises:
+            MismatchError: the name is taken by other K/V.
+        """
+        declared = Declared(rows, layers, digest and digest.lower(), scope, parent, heads, head_dim, rope)
+        self._prefixes.register(ns, kv_dim, fmt_code, blocks, prefill_ms, declared, replace)
+        self._acknowledge()
+
+    def lookup(
+        self, ns: bytes, *, digest: str | None = None, tokens: int | None = None, prefill_ms: int | None = None
+    ) -> bool:
+        """Whether the prefix is here; booked in the ledger.
+
+        Args:
+            digest: raise MismatchError when another one is stored.
+            tokens, prefill_ms: what the hit saves, if the caller knows better.
+        """
+        return self._prefixes.lookup(ns, digest and digest.lower(), tokens, prefill_ms)
+
+    def drop(self, *ns: bytes) -> int:
+        """Drop prefixes; how many there were. They stay gone, whatever happens next."""
+        dropped = self._prefixes.drop(ns)
+        self._acknowledge()
+        return dropped
+
+    def owner(self, ns: bytes) -> int:
+        """0 when the prefix is here, -1 otherwise (there is one worker)."""
+        return 0 if self._prefixes.held(ns) else -1
+
+    def blocks(self, ns: bytes) -> bytes | None:
+        """The block table as registered: u32 block size, u32 count, u64 hashes."""
+        return self._prefixes.blocks(ns)
+
+    def membership(self, ns: bytes, blob: bytes) -> bytes | None:
+        """Which of these u64 hashes the prefix has: a bitmap, least significant bit first."""
+        return self._prefixes.membership(ns, blob)
+
+    def why(self, ns: bytes) -> str:
+        """Why a lookup of the namespace is a hit or a miss."""
+        return self._prefixes.why(ns)
+
+    def flush(self) -> int:
+        """Drop every prefix; how many there were."""
+        dropped = self._prefixes.flush()
+        self._acknowledge()
+        return dropped
+
+    def list(
+        self, scope: bytes | None = None, match: bytes | None = None, cursor: int = 0, count: int = 100
+    ) -> tuple[int, list[bytes]]:
+        """Namespaces from a cursor on, and the next cursor (0 at the end)."""
+        return self._prefixes.list(scope, match, cursor, count)

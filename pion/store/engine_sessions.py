@@ -1,0 +1,164 @@
+"""The engine's methods for sessions and recurrent state: what V.* and SSM.PREFIX.* call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pion._core.stream import Extents
+from pion.store import writes
+from pion.store.ledger import Ledger
+from pion.store.sessions import SessionInfo, Sessions
+from pion.store.ssm import States
+from pion.store.store import Store
+from pion.store.writes import Write
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class SessionMethods:
+    """Mixed into `Engine`."""
+
+    ledger: Ledger
+    _policy: str
+    _store: Store
+    _sessions: Sessions
+    _states: States
+
+    def _acknowledge(self) -> None:
+        raise NotImplementedError
+
+    def v_exists(self, sid: bytes) -> bool:
+        """Whether the session is there."""
+        return self._sessions.exists(sid)
+
+    def v_create(self, sid: bytes, dim: int, fmt_code: int) -> int:
+        """Make a session unless it is there (its dimension and format are then kept); returns its number."""
+        index = self._sessions.create(sid, dim, fmt_code)
+        self._acknowledge()
+        return index
+
+    def v_dim(self, sid: bytes, layer: int = 0) -> int:
+        """Values per row of a layer."""
+        del layer  # one dimension for all layers in this version
+        return self._sessions.dim(sid)
+
+    def v_num_layers(self, sid: bytes) -> int:
+        """One more than the highest layer ever stored."""
+        return self._sessions.num_layers(sid)
+
+    def v_info(self, sid: bytes) -> SessionInfo:
+        """What a session is; not a use of it."""
+        return self._sessions.info(sid)
+
+    def v_totals(self) -> dict[str, int]:
+        """The lines of V.INFO without a session."""
+        totals = self._store.totals
+        return {"sessions": totals.sessions, "total_tokens": totals.rows, "total_fetches": self._sessions.fetches}
+
+    def v_store(self, sid: bytes, layer: int, start: int, count: int, blob: Buffer, fmt: str = "F32") -> None:
+        """Store rows [start, start + count) of a layer.
+
+        Args:
+            blob: count x dim values, row-major, little-endian.
+            fmt: of blob: F32, F16 or BF16.
+        """
+        self._sessions.store_rows(sid, layer, start, count, blob, fmt)
+        if self._policy == "always":
+            self._acknowledge()
+
+    def v_store_open(self, sid: bytes, layer: int, start: int, count: int, nbytes: int) -> Write:
+        """The same for a body of `nbytes` that arrives in pieces: feed the sink, then finish or abort."""
+        return self._sessions.open_store(sid, layer, start, count, nbytes)
+
+    def v_store_heavy(self, sink: Write, fmt: str) -> bool:
+        """`v_store_finish` has to convert the body in its file first: call it in a thread."""
+        return writes.heavy(sink, fmt)
+
+    def v_store_finish(self, sink: Write, fmt: str) -> None:
+        """Publish the rows of a sink that has everything."""
+        self._sessions.finish_store(sink, fmt)
+        self._acknowledge()
+
+    def v_store_abort(self, sink: Write) -> None:
+        """Forget a sink."""
+        writes.abandon(self._store, sink)
+
+    def v_must_wait(self, sid: bytes) -> bool:
+        """The next fetch would first compare checksums of much data: call `v_prepare` in a thread before it."""
+        return self._sessions.must_wait(sid)
+
+    def v_prepare(self, sid: bytes) -> None:
+        """Compare the checksums of a session, once after each start; other calls go on meanwhile."""
+        self._sessions.prepare(sid)
+
+    def v_fetch_range(
+        self, sid: bytes, layer: int, start: int, end: int, native: bool = False, raw: bool = False
+    ) -> Extents | None:
+        """Rows [start, end) of a layer, as FP32.
+
+        Args:
+            native: an fp16 session answers its words as they are.
+            raw: every session answers its stored bytes as they are.
+
+        Returns:
+            None when the layer has none of these rows; rows missing in between are zeros. Of a prefix with a declared
+            shape missing rows are an error.
+        """
+        return self._served(self._sessions.fetch_range(sid, layer, start, end, native, raw))
+
+    def v_fetch_ids(self, sid: bytes, layer: int, ids: list[int]) -> Extents | None:
+        """Single rows, as FP32, in the order asked for."""
+        return self._served(self._sessions.fetch_ids(sid, layer, ids))
+
+    def v_fetch_batch(
+        self, sid: bytes, start: int, end: int, num_layers: int | None = None, native: bool = False, raw: bool = False
+    ) -> list[Extents | None]:
+        """Rows [start, end) of the first layers (default: all that are stored)."""
+        out = self._sessions.fetch_batch(sid, start, end, num_layers, native, raw)
+        for body in out:
+            self._served(body)
+        return out
+
+    def _served(self, body: Extents | None) -> Extents | None:
+        if body is not None:
+            self.ledger.bytes_served += len(body)
+        return body
+
+    def v_snapshot(self, sid: bytes) -> int:
+        """Remember the lengths of a session's layers; returns a number for `v_restore`."""
+        return self._sessions.snapshot(sid)
+
+    def v_restore(self, sid: bytes, snap: int) -> None:
+        """Cut a session's layers back to a snapshot. Lost with a crash only if the cut had not reached the file."""
+        self._sessions.restore(sid, snap)
+        self._acknowledge()
+
+    def v_commit(self, sid: bytes, snap: int) -> int:
+        """Forget a snapshot; 1 when it was there."""
+        return self._sessions.release(sid, snap)
+
+    # --- recurrent state --------------------------------------------------------------------------------------------
+
+    def ssm_store(self, sid: bytes, layer: int, blob: Buffer) -> None:
+        """Replace the recurrent state of a layer."""
+        self._states.put(sid, layer, blob)
+        self._acknowledge()
+
+    def ssm_store_open(self, sid: bytes, layer: int, nbytes: int) -> Write:
+        """The same for a state that arrives in pieces."""
+        return self._states.open(sid, layer, nbytes)
+
+    def ssm_store_finish(self, sink: Write) -> None:
+        """Publish a state that has arrived."""
+        self._states.finish(sink)
+        self._acknowledge()
+
+    def ssm_fetch(self, sid: bytes, layer: int) -> Extents | None:
+        """The state of a layer, or None."""
+        return self._states.get(sid, layer)
+
+    def ssm_drop(self, sid: bytes, layer: int | None = None) -> None:
+        """Drop the state of a layer, or of all layers."""
+        self._states.drop(sid, layer)
+        self._acknowledge()

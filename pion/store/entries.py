@@ -1,0 +1,184 @@
+"""One entry in memory, and the errors of a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pion.errors import CommandError
+from pion.store import index, layout
+from pion.store.layout import UNDECLARED, Declared, Side
+
+if TYPE_CHECKING:
+    from pion._core.stream import FdRef
+    from pion._core.vstore import Rows
+
+BLOCK: Final = 4096  # what a file occupies is counted in blocks of this size
+
+
+class SessionNotFoundError(CommandError):
+    """No such session. Clients match on this text."""
+
+    def __init__(self, text: str = "ERR session not found") -> None:
+        super().__init__(text)
+
+
+class DamagedError(CommandError):
+    """A stored record does not match its checksum; it is out of service and will never be answered."""
+
+
+@dataclass(slots=True)
+class Payload:
+    """A body in an entry file that is not rows: where it is, and whether its checksum has been compared."""
+
+    record: int
+    offset: int
+    nbytes: int
+    checked: bool
+    extra: int = 0  # BLOCKS: the block size
+
+
+class Entry:
+    """What is known of one entry. All attributes belong to the store's lock.
+
+    Attributes:
+        key, path: identity; file relative to the data directory.
+        generation, seed: of the file.
+        sides: K and V (a raw entry has only the first); None = not created.
+        rows: where the rows are; None until the file has been read.
+        states, blocks: recurrent state by layer; block-hash table.
+        size: bytes of records, reservations included; the next record goes here.
+        base: size right after the last compaction.
+        key_rows, row_count, nbytes: totals that INFO shows.
+        used: clock of the last use.
+        ref: the open file.
+        writers: bodies that are streaming in.
+        dirty: the index knows that its figures are out of date.
+        unsynced: bytes written since the last flush.
+        quiet: ticks without a write.
+        slots: session numbers by side, given out on demand.
+        prefill_ms: as registered in this process.
+        gone: dropped; the object may still be in somebody's hands.
+    """
+
+    __slots__ = (
+        "_meta", "base", "blocks", "declared", "dirty", "generation", "gone", "has_states", "key", "key_rows", "mask",
+        "nbytes", "path", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size", "slots",
+        "snapshots", "states", "unsynced", "used", "writers",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, generation: int) -> None:
+        self.key = key
+        self.path = layout.entry_path(key)
+        self.generation = generation
+        self.seed = 0
+        self.sides: list[Side | None] = [None, None]
+        self.declared: Declared = UNDECLARED
+        self.mask = 0
+        self.has_states = False
+        self.rows: Rows | None = None
+        self.states: dict[int, Payload] = {}
+        self.blocks: Payload | None = None
+        self.size = 0
+        self.base = 0
+        self.key_rows = 0
+        self.row_count = 0
+        self.nbytes = 0
+        self.used = 0
+        self.ref: FdRef | None = None
+        self.writers = 0
+        self.dirty = True
+        self.unsynced = 0
+        self.quiet = 0
+        self.slots: list[int | None] = [None, None]
+        self.prefill_ms = 0
+        self.snapshots: dict[int, list[int]] = {}
+        self.gone = False
+        self._meta = b""
+
+    @classmethod
+    def from_index(cls, key: bytes, figures: index.Figures) -> Entry:
+        """An entry whose file has not been looked at."""
+        entry = cls(key, figures.generation)
+        entry.size = figures.size
+        entry.key_rows, entry.row_count, entry.nbytes = figures.key_rows, figures.rows, figures.nbytes
+        entry.used = figures.used
+        entry.dirty = not figures.flags & index.CLEAN
+        entry.has_states = bool(figures.flags & index.STATES)
+        entry.mask = (1 if figures.flags & index.KEYS else 0) | (2 if figures.flags & index.VALUES else 0)
+        entry._meta = figures.meta
+        return entry
+
+    def figures(self, *, clean: bool, synced: bool) -> index.Figures:
+        """For the index."""
+        flags = (index.CLEAN if clean else 0) | (index.SYNCED if synced else 0)
+        flags |= (index.STATES if self.has_states else 0) | (index.KEYS if self.mask & 1 else 0)
+        flags |= index.VALUES if self.mask & 2 else 0
+        return index.Figures(
+            self.generation,
+            flags,
+            self.size,
+            self.disk,
+            self.key_rows,
+            self.row_count,
+            self.nbytes,
+            self.used,
+            self.meta,
+        )
+
+    @property
+    def meta(self) -> bytes:
+        """Packed sides and declaration."""
+        if not self._meta:
+            self._meta = layout.pack_meta(self.sides, self.declared)
+        return self._meta
+
+    def describe(self, sides: list[Side | None], declared: Declared) -> None:
+        """Take on what a META record says."""
+        self.sides, self.declared = sides, declared
+        self.mask = (sides[0] is not None) | (sides[1] is not None) << 1
+        self._meta = b""
+
+    def peek(self) -> Declared:
+        """The declaration, from the index when the file has not been read."""
+        if self.rows is None and self._meta:
+            return layout.unpack_meta(self._meta)[1]
+        return self.declared
+
+    @property
+    def name(self) -> bytes:
+        """Namespace or raw session name."""
+        return self.key[1:]
+
+    @property
+    def is_prefix(self) -> bool:
+        """A namespace, not a raw session."""
+        return self.key[:1] == layout.PREFIX
+
+    @property
+    def side_count(self) -> int:
+        """Sessions this entry stands for."""
+        return (0, 1, 1, 2)[self.mask]
+
+    @property
+    def disk(self) -> int:
+        """Bytes the file is charged for."""
+        return (self.size + BLOCK - 1) // BLOCK * BLOCK
+
+    @property
+    def complete(self) -> bool:
+        """As declared: every layer of both sides holds every row. True when no shape was declared."""
+        declared = self.declared
+        if declared.rows is None or declared.layers is None:
+            return True
+        return self.rows is not None and self.rows.complete(declared.rows, declared.layers)
+
+    def recount(self) -> None:
+        """Totals from the rows."""
+        assert self.rows is not None
+        key_rows, key_bytes, _ = self.rows.total(layout.KEYS)
+        value_rows, value_bytes, _ = self.rows.total(layout.VALUES)
+        self.key_rows = key_rows if self.is_prefix else 0
+        self.row_count = key_rows + value_rows
+        self.nbytes = key_bytes + value_bytes
+        self.has_states = bool(self.states)

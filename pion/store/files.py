@@ -1,0 +1,314 @@
+"""Where entry files come from and where they go: a data directory, or memory.
+
+Both kinds offer the same methods. Paths are relative to the directory, as `layout.entry_path` makes them. Nothing here
+is thread-safe by itself; the store calls it with its lock held.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Final, Protocol
+
+from pion import limits
+from pion._core import framing, stream
+from pion.errors import StartupError
+from pion.store import layout
+
+log = logging.getLogger("pion.store")
+
+TRASH: Final = "kv/trash"
+QUARANTINE: Final = "quarantine"
+TAIL_KEPT: Final = 16 * limits.MIB  # of a cut-off tail
+
+
+class Files(Protocol):
+    """Creates, opens and removes entry files."""
+
+    keeps: bool  # files survive this process
+
+    def create(self, path: str, data: bytes, *, over: int = 0) -> int: ...
+    def open(self, path: str) -> int: ...
+    def discard(self, path: str, generation: int) -> None: ...
+    def adopt(self, temporary: str, path: str, generation: int) -> None: ...
+    def scratch(self, path: str) -> tuple[int, str]: ...
+    def remove(self, temporary: str) -> None: ...
+    def quarantine(self, path: str, generation: int) -> str: ...
+    def keep_tail(self, path: str, fd: int, offset: int, end: int) -> str: ...
+    def free_bytes(self) -> int: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class DiskFiles:
+    """Entry files below a data directory, which this object locks.
+
+    Raises:
+        StartupError: another process has the directory, or it cannot be made.
+    """
+
+    keeps = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.since = time.time()
+        self._stale: set[str] = set()  # directories whose entries changed since the last sync
+        self._made: set[str] = set()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+            for name in (TRASH, QUARANTINE):
+                (root / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(f"data directory {root}: {error.strerror}") from error
+        self._dir = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        self._empty_trash()
+
+    def _take_lock(self) -> int:
+        fd = os.open(self.root / "pion.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise
+            raise StartupError(f"data directory {self.root} is in use by the process {pid or 'unknown'}") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return fd
+
+    def _empty_trash(self) -> None:
+        for item in os.scandir(self.root / TRASH):
+            stream.unlink_later(item.path)
+
+    def _directory(self, path: str) -> str:
+        parent = path.rpartition("/")[0]
+        if parent not in self._made:
+            os.makedirs(self.root / parent, exist_ok=True)
+            self._made.add(parent)
+            self._stale.update((parent, parent.rpartition("/")[0]))
+        self._stale.add(parent)
+        return parent
+
+    def create(self, path: str, data: bytes, *, over: int = 0) -> int:
+        """A new file that holds `data`, open for reading and writing; it is there as a whole or not at all.
+
+        Args:
+            over: generation of the file of that path that is replaced. Without it a file that is there has nothing to
+                do with us (the index does not know it): it is moved to the quarantine.
+        """
+        self._directory(path)
+        temporary = f"{path}.new"
+        fd = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            _write_all(fd, data)
+            if over:
+                self.adopt(temporary, path, over)
+            else:
+                if self._exists(path):
+                    log.warning("%s was moved to %s: the index does not know it", path, self.quarantine(path, 0))
+                os.rename(temporary, path, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        except OSError:
+            os.close(fd)
+            self._unlink(temporary)
+            raise
+        return fd
+
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=self._dir)
+
+    def _exists(self, path: str) -> bool:
+        try:
+            os.stat(path, dir_fd=self._dir, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _unlink(self, path: str) -> None:
+        try:
+            os.unlink(path, dir_fd=self._dir)
+        except FileNotFoundError:
+            return
+
+    def open(self, path: str) -> int:
+        """An existing file, for reading and appending."""
+        return self._open(path, os.O_RDWR | os.O_NOFOLLOW)
+
+    def discard(self, path: str, generation: int) -> None:
+        """Take the file out of the store at once and free its blocks in the background."""
+        trash = f"{TRASH}/{generation:016x}"
+        try:
+            os.rename(path, trash, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        except FileNotFoundError:
+            return
+        self._stale.add(path.rpartition("/")[0])
+        stream.unlink_later(self.root / trash)
+
+    def scratch(self, path: str) -> tuple[int, str]:
+        """An empty file beside `path` for `adopt`, and its name."""
+        self._directory(path)
+        temporary = f"{path}.compact"
+        return self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC), temporary
+
+    def remove(self, temporary: str) -> None:
+        """Delete a scratch file."""
+        self._unlink(temporary)
+
+    def adopt(self, temporary: str, path: str, generation: int) -> None:
+        """Put a scratch file in the place of `path`; the blocks of the old one are freed in the background.
+
+        A second name keeps the old file alive over the rename, which would otherwise free its blocks in this thread.
+        """
+        trash = f"{TRASH}/{generation:016x}"
+        os.link(path, trash, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        os.rename(temporary, path, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        self._stale.add(path.rpartition("/")[0])
+        stream.unlink_later(self.root / trash)
+
+    def quarantine(self, path: str, generation: int) -> str:
+        """Move a file aside, never over another one; returns its new path."""
+        base = path.rpartition("/")[2]
+        target, n = f"{QUARANTINE}/{base}.{generation:016x}", 0
+        while self._exists(target):
+            n += 1
+            target = f"{QUARANTINE}/{base}.{generation:016x}.{n}"
+        os.rename(path, target, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        self._stale.update((path.rpartition("/")[0], QUARANTINE))
+        return str(self.root / target)
+
+    def keep_tail(self, path: str, fd: int, offset: int, end: int) -> str:
+        """Copy what is about to be cut off (at most 16 MiB of it) into the quarantine; returns the copy's path."""
+        base = path.rpartition("/")[2]
+        target, n = f"{QUARANTINE}/{base}.tail-{offset}", 0
+        while self._exists(target):
+            n += 1
+            target = f"{QUARANTINE}/{base}.tail-{offset}.{n}"
+        out = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            _write_all(out, os.pread(fd, min(end - offset, TAIL_KEPT), offset))
+        finally:
+            os.close(out)
+        return str(self.root / target)
+
+    def free_bytes(self) -> int:
+        """Bytes an unprivileged process may still write."""
+        info = os.statvfs(self.root)
+        return info.f_bavail * info.f_frsize
+
+    def sync(self) -> None:
+        """Make created, renamed and removed names durable."""
+        stale, self._stale = self._stale, set()
+        for name in sorted(stale):
+            fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._dir)
+            try:
+                os.fsync(fd)
+            except OSError:
+                self._stale |= stale
+                raise
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Release the directory."""
+        os.close(self._dir)
+        os.close(self._lock)
+
+
+class MemoryFiles:
+    """Entry files that no other process sees and that end with this one: memfd, elsewhere unlinked temporary files."""
+
+    keeps = False
+
+    def create(self, path: str, data: bytes, *, over: int = 0) -> int:
+        """A new nameless file that holds `data`."""
+        del over
+        fd, _ = self.scratch(path)
+        try:
+            _write_all(fd, data)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def open(self, path: str) -> int:
+        """Never needed: the descriptor is the only thing that holds the file, so it is never closed early."""
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def discard(self, path: str, generation: int) -> None:
+        """The file goes with its descriptor."""
+
+    def remove(self, temporary: str) -> None:
+        """The scratch file goes with its descriptor."""
+
+    def adopt(self, temporary: str, path: str, generation: int) -> None:
+        """The descriptor of the scratch file is all there is."""
+
+    def scratch(self, path: str) -> tuple[int, str]:
+        """An empty nameless file of mode 0600: anybody could reopen one of memfd's own mode 0777."""
+        if sys.platform == "linux":
+            fd = os.memfd_create(path.rpartition("/")[2][:64], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.fchmod(fd, 0o600)
+            return fd, ""
+        fd, name = tempfile.mkstemp(prefix="pion-")
+        os.unlink(name)
+        return fd, ""
+
+    def quarantine(self, path: str, generation: int) -> str:
+        """There is nothing to keep it in."""
+        return "(memory only: dropped)"
+
+    def keep_tail(self, path: str, fd: int, offset: int, end: int) -> str:
+        """There is nothing to keep it in."""
+        return "(memory only: dropped)"
+
+    def free_bytes(self) -> int:
+        """Memory that is free without swapping, within the control group's limit."""
+        return available_memory()
+
+    def sync(self) -> None:
+        """Nothing survives anyway."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def available_memory() -> int:
+    """Free memory as the kernel estimates it, cut to what a container may still use."""
+    try:
+        with open("/proc/meminfo", "rb") as info:
+            fields = dict(line.split(b":", 1) for line in info)
+        free = int(fields[b"MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            bound = Path(limit).read_text().strip()
+            if bound != "max":
+                free = min(free, int(bound) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(free, 0)
+
+
+def read_header(fd: int) -> tuple[framing.FileHeader, bytes]:
+    """First record and key of an entry file. Raises FramingError or OSError."""
+    header = framing.read_file_header(fd, type=layout.ENTRY_TYPE)
+    if header.version > layout.ENTRY_VERSION:
+        raise framing.FramingError("version")
+    return header, layout.header_key(header)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:] if done else data, done)

@@ -1,0 +1,314 @@
+"""pion.index: which entries there are, so that a start need not open them.
+
+An append-only file of compact records (framing.h) behind a file header. It is a summary: the entry files are the truth,
+and the index can be rebuilt from them at any time. What it adds is speed at start, the order of last use, and the
+certainty that a dropped entry stays dropped while its file is still on its way out.
+
+A record of an entry is *clean* (its figures describe the whole file) or *dirty* (rows came later, look into the file).
+The dirty mark is written before the first row that makes it true.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pion._core import framing, vstore
+
+TYPE: Final = b"PIDX"
+VERSION: Final = 1
+NAME: Final = "pion.index"
+
+# Kinds
+PUT: Final = 1  # value: _FIGURES, then the entry's META attributes
+DROP: Final = 2  # value: generation
+DIRTY: Final = 3
+USED: Final = 4  # value: u64 clock
+OPENED: Final = 5  # key: boot id; everything before it belongs to an earlier process
+CLOSED: Final = 6  # the process ended in order: every record above is clean
+
+_FIGURES: Final = struct.Struct("<QBQQQQQQ")
+CLEAN: Final = 1  # flag bits of a PUT
+SYNCED: Final = 2  # the file was flushed to the medium before this record
+STATES: Final = 4  # holds recurrent state
+KEYS: Final = 8  # has the K side (or is a raw entry)
+VALUES: Final = 16
+_REWRITE_FROM: Final = 256 * 1024  # bytes; smaller files are not worth a rewrite
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the index says of an entry.
+
+    Attributes:
+        generation: of its file.
+        flags: CLEAN, SYNCED, STATES, KEYS, VALUES.
+        size: bytes of records in the file.
+        disk: bytes charged to --max-bytes.
+        key_rows, rows, nbytes: rows of the K side, of both sides, and their stored bytes.
+        used: clock of the last use; larger is later.
+        meta: packed sides and declaration (layout.unpack_meta).
+    """
+
+    generation: int
+    flags: int
+    size: int
+    disk: int
+    key_rows: int
+    rows: int
+    nbytes: int
+    used: int
+    meta: bytes
+
+    def pack(self) -> bytes:
+        """As the value of a PUT record."""
+        return (
+            _FIGURES.pack(
+                self.generation, self.flags, self.size, self.disk, self.key_rows, self.rows, self.nbytes, self.used
+            )
+            + self.meta
+        )
+
+
+def unpack_figures(value: bytes) -> Figures:
+    """The value of a PUT record."""
+    generation, flags, size, disk, key_rows, rows, nbytes, used = _FIGURES.unpack_from(value)
+    return Figures(generation, flags, size, disk, key_rows, rows, nbytes, used, value[_FIGURES.size :])
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What an index file says at start.
+
+    Attributes:
+        entries: by key.
+        dropped: key → generation of entries that were dropped and not made again.
+        trusted: the file is whole; otherwise the directory has to be listed before anything is believed.
+        same_boot: the machine has not been restarted since, so what was written is in the page cache at least.
+        closed: the last process ended in order.
+        tail: bytes that were cut off, and why.
+        records: how many were read.
+    """
+
+    entries: dict[bytes, Figures] = field(default_factory=dict)
+    dropped: dict[bytes, int] = field(default_factory=dict)
+    trusted: bool = True
+    same_boot: bool = True
+    closed: bool = True
+    tail: int = 0
+    reason: str = ""
+    records: int = 0
+
+
+class Index:
+    """The open index file. Calls are made with the store's lock held, except `write_slices`."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / NAME
+        self._root = root
+        self._fd = -1
+        self._seed = 0
+        self._size = 0
+        self._live = 0  # size right after the last rewrite
+        self._next: tuple[int, int] | None = None  # descriptor and seed of the file a running rewrite makes
+
+    def load(self, keep_tail: Callable[[int, int, int], str]) -> Loaded:
+        """Read the file and open it for appending; a missing or foreign one is made anew.
+
+        Args:
+            keep_tail: called with (fd, offset, end) before a tail that is no record is cut off.
+        """
+        out = Loaded()
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            out.trusted = False
+            out.reason = "missing"
+            self._create()
+            return out
+        size = os.fstat(self._fd).st_size
+        data = os.pread(self._fd, size, 0)
+        try:
+            header = framing.unpack_file_header(data, type=TYPE)
+        except framing.FramingError as error:
+            out.trusted, out.reason, out.tail = False, f"header: {error.reason}", size
+            keep_tail(self._fd, 0, size)
+            os.close(self._fd)
+            self._create()
+            return out
+        self._seed, self._size = header.seed, header.size
+        end = self._replay(data, out)
+        if end < size:
+            out.tail = size - end
+            # A record cut short is what a kill leaves of a write nobody was told of. Anything else is damage.
+            out.trusted = out.reason == "short"
+            keep_tail(self._fd, end, size)
+            os.ftruncate(self._fd, end)
+        out.trusted = out.trusted and (out.same_boot or out.closed)
+        self._size = self._live = end
+        return out
+
+    def _replay(self, data: bytes, out: Loaded) -> int:
+        view = memoryview(data)
+        at, boot, closed = self._size, b"", False
+        unpack, seed = framing.unpack_log, self._seed
+        while at < len(data):
+            try:
+                record = unpack(view[at:], seed)
+            except framing.FramingError as error:
+                out.reason = error.reason
+                break
+            at += record.total
+            out.records += 1
+            kind, key, value = record.kind, record.key, record.value
+            closed = kind == CLOSED
+            if kind == PUT:
+                out.entries[key] = unpack_figures(value)
+                out.dropped.pop(key, None)
+            elif kind == DROP:
+                out.entries.pop(key, None)
+                out.dropped[key] = int.from_bytes(value, "little")
+            elif kind == DIRTY and key in out.entries:
+                out.entries[key].flags &= ~(CLEAN | SYNCED)
+            elif kind == USED and key in out.entries:
+                out.entries[key].used = int.from_bytes(value, "little")
+            elif kind == OPENED:
+                boot = key
+        out.same_boot, out.closed = bool(boot) and boot == boot_id(), closed
+        return at
+
+    def _create(self) -> None:
+        self._fd, self._seed, self._size = self._fresh(self.path.with_suffix(".new"))
+        os.rename(self.path.with_suffix(".new"), self.path)
+        self._live = self._size
+
+    def _fresh(self, path: Path) -> tuple[int, int, int]:
+        header = framing.pack_file_header(
+            TYPE, version=VERSION, generation=int.from_bytes(os.urandom(8), "little") or 1
+        )
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.pwrite(fd, header, 0)
+        return fd, framing.unpack_file_header(header).seed, len(header)
+
+    # --- records ----------------------------------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        """This process begins."""
+        self._append(OPENED, boot_id(), b"")
+
+    def put(self, key: bytes, figures: Figures) -> None:
+        """An entry is there with these figures. Raises OSError; the file is then as before."""
+        self._append(PUT, key, figures.pack())
+
+    def drop(self, key: bytes, generation: int) -> None:
+        """An entry is gone."""
+        self._append(DROP, key, generation.to_bytes(8, "little"))
+
+    def dirty(self, key: bytes) -> None:
+        """The figures of an entry are about to become wrong."""
+        self._append(DIRTY, key, b"")
+
+    def used(self, clocks: Iterable[tuple[bytes, int]]) -> None:
+        """Last uses, in one write."""
+        pairs = [(key, clock.to_bytes(8, "little")) for key, clock in clocks]
+        for seed, fd in self._targets():
+            self._write(fd, b"".join(framing.pack_log(USED, 0, key, value, 0, seed) for key, value in pairs))
+
+    def _append(self, kind: int, key: bytes, value: bytes) -> None:
+        for seed, fd in self._targets():
+            self._write(fd, framing.pack_log(kind, 0, key, value, 0, seed))
+
+    def _targets(self) -> list[tuple[int, int]]:
+        first = [(self._seed, self._fd)]
+        return first if self._next is None else [*first, (self._next[1], self._next[0])]
+
+    def _write(self, fd: int, data: bytes) -> None:
+        """At the end; a failed write is taken back."""
+        at = self._size if fd == self._fd else os.lseek(fd, 0, os.SEEK_END)
+        try:
+            written = os.pwrite(fd, data, at)
+            if written != len(data):
+                raise OSError(28, os.strerror(28))
+        except OSError:
+            os.ftruncate(fd, at)
+            raise
+        if fd == self._fd:
+            self._size += len(data)
+
+    # --- upkeep -----------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    @property
+    def bloated(self) -> bool:
+        """Most of the file is out of date."""
+        return self._size > _REWRITE_FROM and self._size > 2 * self._live
+
+    def begin_rewrite(self) -> None:
+        """From here on every record also goes to a new file; `write_slices` brings in what is there already."""
+        fd, seed, _ = self._fresh(self.path.with_suffix(".new"))
+        self._next = (fd, seed)
+        self._append_next(OPENED, boot_id(), b"")
+
+    def _append_next(self, kind: int, key: bytes, value: bytes) -> None:
+        assert self._next is not None
+        self._write(self._next[0], framing.pack_log(kind, 0, key, value, 0, self._next[1]))
+
+    def rewrite(self, entries: Iterable[tuple[bytes, Figures]]) -> None:
+        """Bring these entries into the new file."""
+        if self._next is None:
+            return
+        fd, seed = self._next
+        self._write(fd, b"".join(framing.pack_log(PUT, 0, key, figures.pack(), 0, seed) for key, figures in entries))
+
+    def end_rewrite(self, *, closed: bool = False) -> None:
+        """Make the new file durable and put it in the place of the old one. Raises OSError; the old one then stays."""
+        if self._next is None:
+            return
+        fd, seed = self._next
+        if closed:
+            self._append_next(CLOSED, b"", b"")
+        try:
+            vstore.flush(fd)
+            os.rename(self.path.with_suffix(".new"), self.path)
+        except OSError:
+            self.cancel_rewrite()
+            raise
+        os.close(self._fd)
+        self._next = None
+        self._fd, self._seed = fd, seed
+        self._size = self._live = os.lseek(fd, 0, os.SEEK_END)
+
+    def cancel_rewrite(self) -> None:
+        """Forget the new file."""
+        if self._next is not None:
+            os.close(self._next[0])
+            self._next = None
+            self.path.with_suffix(".new").unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Wait until the file is on the medium. Raises OSError."""
+        vstore.flush(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.cancel_rewrite()
+        os.close(self._fd)
+
+
+def boot_id() -> bytes:
+    """Changes when the machine restarts; empty (never equal to a stored one) where the system does not tell."""
+    if sys.platform == "darwin":
+        done = subprocess.run(["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, check=False)
+        return done.stdout.strip()
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_bytes().strip() if path.exists() else b""

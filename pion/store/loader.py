@@ -1,0 +1,235 @@
+"""Reading entry files: at first touch, at start after a crash, and when a checksum is compared.
+
+Whole records are kept; what a crash left behind the last of them is cut off (garbage is copied into the quarantine
+first). Damage between whole records takes the entry out of service: it cannot be told what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from typing import TYPE_CHECKING, Final
+
+from pion._core import framing, vstore
+from pion._core.stream import FdRef
+from pion.store import files, layout
+from pion.store.entries import DamagedError, Entry, Payload
+
+if TYPE_CHECKING:
+    from pion.store.store import Store
+
+log = logging.getLogger("pion.store")
+
+seed_of = framing.seed_of
+_ALL_ROWS: Final = 0xFFFFFFFF
+_AT_ONCE: Final = 64  # records between two looks at the lock
+
+
+def meta_record(entry: Entry, offset: int) -> bytes:
+    """A META record for this place in the file."""
+    return framing.pack_header(kind=layout.META, seed=entry.seed, attrs=entry.meta, offset=offset)
+
+
+class Collector:
+    """Takes the records of a scan that are not rows."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.sized = 0  # bytes of states that later records replaced
+
+    def __call__(
+        self, kind: int, offset: int, header_len: int, nbytes: int, layer: int, side: int, start: int, count: int,
+        attrs: bytes,
+    ) -> None:  # fmt: skip
+        """One valid record; kinds of later versions are skipped."""
+        entry = self.entry
+        if kind == layout.META:
+            try:
+                entry.describe(*layout.unpack_meta(attrs))
+            except (framing.FramingError, struct.error, KeyError) as error:
+                raise vstore.DamageError(offset, "attributes") from error
+        elif kind == layout.BLOCKS:
+            entry.blocks = Payload(offset, offset + header_len, nbytes, False, start)
+        elif kind == layout.STATE:
+            old = entry.states.get(layer)
+            self.sized += old.nbytes if old else 0
+            entry.states[layer] = Payload(offset, offset + header_len, nbytes, False)
+        elif kind == layout.STATE_DROP:
+            gone = [layer] if start else list(entry.states)
+            self.sized += sum(entry.states.pop(number).nbytes for number in gone if number in entry.states)
+
+
+def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
+    """Read an entry's file by its record headers.
+
+    Args:
+        thorough: also compare every payload with its checksum (after a power cut).
+
+    Returns:
+        False when there is no such entry after all: the file is gone, foreign or damaged.
+    """
+    try:
+        store.recounted(entry, lambda: _read(store, entry))
+        if thorough:
+            check_all(store, entry)
+    except FileNotFoundError:
+        log.warning("entry %r: its file is gone", entry.name)
+        if store.index is not None:
+            store.index.drop(entry.key, entry.generation)
+        store.forget(entry, "its file was removed from the data directory")
+        return False
+    except (vstore.DamageError, framing.FramingError) as error:
+        store.lose(entry, str(error))
+        return False
+    except OSError as error:
+        store.lose(entry, f"cannot be read: {error.strerror}")
+        return False
+    except DamagedError:
+        return not entry.gone and entry.rows is not None
+    return True
+
+
+def _read(store: Store, entry: Entry) -> None:
+    ref = FdRef(store.files.open(entry.path))
+    fd = ref.fileno()
+    header, key = files.read_header(fd)
+    if key != entry.key:
+        raise framing.FramingError("field")
+    entry.generation, entry.seed = header.generation, header.seed
+    entry.states, entry.blocks = {}, None
+    rows = vstore.Rows()
+    collect = Collector(entry)
+    end = os.fstat(fd).st_size
+    stop, why = rows.scan(fd, header.size, end, header.seed, collect)
+    if why:
+        _cut(store, entry, fd, stop, end, why)
+    rows.lost(collect.sized)
+    known = entry.size
+    entry.rows, entry.ref = rows, ref
+    entry.size = entry.base = framing.align_up(stop)
+    entry.recount()
+    store.opened(entry)
+    if known != entry.size and not entry.dirty:
+        store.mark_dirty(entry)  # somebody changed the file behind our back
+
+
+def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> None:
+    """Remove what follows the last whole record, unless whole records follow it."""
+    if why == "version":
+        raise framing.FramingError(why)
+    if why == "torn":  # a write that a crash interrupted; nobody was told that it had happened
+        os.ftruncate(fd, stop)
+        log.info("entry %r: cut %d bytes of an interrupted write", entry.name, end - stop)
+        return
+    later = framing.resync(fd, stop, entry.seed, end)
+    if later >= 0:
+        raise vstore.DamageError(stop, f"{why}; whole records follow at offset {later}")
+    copy = store.files.keep_tail(entry.path, fd, stop, end)
+    os.ftruncate(fd, stop)
+    log.warning("entry %r: cut %d bytes that are no record (%s); a copy is in %s", entry.name, end - stop, why, copy)
+
+
+def check_rows(store: Store, entry: Entry, side: int, layer: int, start: int, end: int) -> None:
+    """Make sure that the payloads behind these rows are intact before anybody gets them.
+
+    Only the first time after a start: what this process wrote is known to be right.
+
+    Raises:
+        DamagedError: one is not; the record, or the entry, is out of service now.
+    """
+    assert entry.rows is not None
+    records = entry.rows.unchecked(side, layer, start, end)
+    if records:
+        _check(store, entry, records)
+        entry.rows.mark_checked(records)
+
+
+def check_payload(store: Store, entry: Entry, payload: Payload) -> None:
+    """The same for a state or a block table."""
+    if not payload.checked:
+        _check(store, entry, [payload.record])
+        payload.checked = True
+
+
+def check_all(store: Store, entry: Entry) -> None:
+    """Compare every payload of an entry."""
+    assert entry.rows is not None
+    for side in (layout.KEYS, layout.VALUES):
+        for layer in range(entry.rows.layers(side)):
+            check_rows(store, entry, side, layer, 0, _ALL_ROWS)
+    for payload in [*entry.states.values(), *([entry.blocks] if entry.blocks else [])]:
+        check_payload(store, entry, payload)
+
+
+def precheck(store: Store, entry: Entry) -> None:
+    """Compare the checksums of all rows without holding the lock, so that a later `check_rows` has little to read.
+
+    What is damaged stays unchecked: `check_rows` finds it again and decides what to do about it.
+    """
+    with store.lock:
+        rows = entry.rows
+        if entry.gone or rows is None:
+            return
+        ref, seed = store.ref(entry), entry.seed
+        records = [
+            record
+            for side in (layout.KEYS, layout.VALUES)
+            for layer in range(rows.layers(side))
+            for record in rows.unchecked(side, layer, 0, _ALL_ROWS)
+        ]
+    for i in range(0, len(records), _AT_ONCE):
+        some = records[i : i + _AT_ONCE]
+        if vstore.check_records(ref.fileno(), seed, some) >= 0:
+            return
+        with store.lock:
+            rows.mark_checked(some)
+
+
+def unchecked(entry: Entry) -> bool:
+    """A fetch of this entry may read much more than it answers."""
+    if entry.rows is None:
+        return True
+    return any(
+        entry.rows.unchecked(side, layer, 0, _ALL_ROWS)
+        for side in (layout.KEYS, layout.VALUES)
+        for layer in range(entry.rows.layers(side))
+    )
+
+
+def _check(store: Store, entry: Entry, records: list[int]) -> None:
+    try:
+        bad = vstore.check_records(store.fd(entry), entry.seed, records)
+    except OSError as error:
+        store.lose(entry, f"cannot be read: {error.strerror}")
+        raise DamagedError(
+            f"ERR the stored entry could not be read ({error.strerror}) and is out of service"
+        ) from error
+    if bad < 0:
+        return
+    if not _retire_last(store, entry, bad):
+        store.lose(entry, f"checksum of the record at offset {bad}")
+    raise DamagedError("ERR stored bytes do not match their checksum: they are out of service")
+
+
+def _retire_last(store: Store, entry: Entry, bad: int) -> bool:
+    """A damaged record at the very end is like a torn tail: what stands before it is whole. False when it is not last.
+
+    Readers may hold the file, so it is not cut: the record is marked dead.
+    """
+    fd = store.fd(entry)
+    old = framing.unpack_header(os.pread(fd, framing.HEADER_SIZE, bad), entry.seed, bad)
+    if entry.writers or framing.align_up(bad + old.total_len) < entry.size:
+        return False
+    head = framing.pack_header(
+        kind=old.kind, seed=entry.seed, state=framing.DEAD, offset=bad,
+        payload_len=old.total_len - framing.HEADER_SIZE,
+    )  # fmt: skip
+    copy = store.files.keep_tail(entry.path, fd, bad, bad + old.total_len)
+    os.pwrite(fd, head, bad)
+    log.warning(
+        "entry %r: the last record (offset %d) is damaged and out of service; a copy is in %s", entry.name, bad, copy
+    )
+    entry.rows = None
+    store.recounted(entry, lambda: _read(store, entry))
+    return True

@@ -1,0 +1,307 @@
+"""KV.PREFIX.*: prefixes, which are entries with a K and a V side (wire.md §4)."""
+
+from __future__ import annotations
+
+import bisect
+import fnmatch
+import struct
+from dataclasses import fields, replace
+from typing import Any
+
+from pion import limits
+from pion._core import framing, membership
+from pion._core.stream import Extents
+from pion.errors import CommandError, MismatchError
+from pion.store import layout, loader, writes
+from pion.store.entries import Entry, Payload
+from pion.store.layout import Declared, Side
+from pion.store.ledger import Ledger
+from pion.store.store import Store
+
+
+class Prefixes:
+    """The prefix commands on a store. Every method takes the store's lock.
+
+    Args:
+        tables: where the compiled membership probe looks for block tables: get, set and delete by namespace.
+    """
+
+    def __init__(self, store: Store, ledger: Ledger, tables: Tables) -> None:
+        self.store = store
+        self.ledger = ledger
+        self._tables = tables
+        self._order: list[tuple[int, bytes]] = []  # of LIST, by hash of the name
+        self._order_of = -1
+
+    def _find(self, ns: bytes) -> Entry | None:
+        return self.store.get(layout.PREFIX + ns)
+
+    # --- registering ------------------------------------------------------------------------------------------------
+
+    def register(
+        self, ns: bytes, kv_dim: int, fmt: int, blocks: tuple[int, bytes] | None, prefill_ms: int, declared: Declared,
+        replacing: bool,
+    ) -> None:  # fmt: skip
+        """Make a prefix, or confirm one that is there.
+
+        Raises:
+            MismatchError: what is there is something else and `replacing` is not set.
+        """
+        if (declared.rows is None) != (declared.layers is None):
+            raise CommandError("ERR ROWS and LAYERS are declared together")
+        store = self.store
+        about = Side(kv_dim, fmt)
+        with store.lock:
+            entry = self._find(ns)
+            if entry is None or (replacing and self._differences(entry, about, declared)):
+                entry = self._make(ns, about, blocks, declared, entry)
+            else:
+                self._confirm(entry, about, blocks, declared)
+            entry.prefill_ms = prefill_ms
+            store.touch(entry)
+
+    def _make(
+        self, ns: bytes, about: Side, blocks: tuple[int, bytes] | None, declared: Declared, over: Entry | None
+    ) -> Entry:
+        entry = self.store.create(layout.PREFIX + ns, [about, about], declared, over=over)
+        if blocks is not None:
+            try:
+                self._put_blocks(entry, *blocks)
+            except CommandError:
+                self.store.drop(entry, "its REGISTER failed")
+                raise
+        return entry
+
+    def _confirm(self, entry: Entry, about: Side, blocks: tuple[int, bytes] | None, declared: Declared) -> None:
+        different = self._differences(entry, about, declared)
+        if different:
+            raise MismatchError(f"MISMATCH '{_text(entry.name)}' is stored with another {different}")
+        store = self.store
+        before = (entry.sides, entry.declared)
+        sides = [side or about for side in entry.sides]
+        said = {field.name: getattr(declared, field.name) for field in fields(declared)}
+        fresh = replace(entry.declared, **{name: value for name, value in said.items() if value is not None})
+        if (sides, fresh) != before:
+            store.make_slots(sum(side is None for side in entry.sides), entry)
+            store.recounted(entry, lambda: entry.describe(list(sides), fresh))
+            try:
+                writes.append_meta(store, entry, "KV.PREFIX.REGISTER")
+            except CommandError:
+                store.recounted(entry, lambda: entry.describe(*before))
+                raise
+        if blocks is not None:
+            self._put_blocks(entry, *blocks)
+
+    def _differences(self, entry: Entry, about: Side, declared: Declared) -> str:
+        """What keeps the call from meaning the stored entry: a list in words, empty when nothing does.
+
+        What the call does not say is not compared; what an entry without rows does not say yet is added to it.
+        """
+        out = []
+        for side in entry.sides:
+            if side is not None and side != about:
+                if side.dim != about.dim:
+                    out.append(f"kv_dim ({side.dim}, not {about.dim})")
+                if side.fmt != about.fmt:
+                    names = limits.FORMAT_NAMES
+                    out.append(f"format ({names[side.fmt]}, not {names[about.fmt]})")
+                break
+        for name in ("rows", "layers", "digest", "heads", "head_dim", "rope"):
+            asked, held = getattr(declared, name), getattr(entry.declared, name)
+            if asked is not None and asked != held and (held is not None or entry.row_count):
+                out.append(f"{name} ({'none' if held is None else held}, not {asked})")
+        return ", ".join(out)
+
+    # --- lookup -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, ns: bytes, digest: str | None, tokens: int | None, prefill_ms: int | None) -> bool:
+        """Whether the prefix is here as a whole; booked in the ledger.
+
+        Raises:
+            MismatchError: it is here, for other tokens or another model. Nothing is booked.
+        """
+        store = self.store
+        with store.lock:
+            entry = self._find(ns)
+            if entry is None or entry.mask != 3 or not entry.complete:
+                self.ledger.misses += 1
+                return False
+            if digest is not None and digest != entry.declared.digest:
+                held = entry.declared.digest or "none"
+                raise MismatchError(f"MISMATCH '{_text(ns)}' is stored with another digest ({held}, not {digest})")
+            store.touch(entry)
+            assert entry.rows is not None
+            measured = entry.prefill_ms
+            if tokens is not None:
+                measured = prefill_ms or 0
+            else:
+                tokens = entry.rows.tokens(layout.KEYS, 0)
+                measured = prefill_ms or measured
+            self.ledger.hit(tokens, measured * 1000)
+            return True
+
+    def drop(self, names: tuple[bytes, ...]) -> int:
+        """Drop prefixes with all they hold; how many there were."""
+        store = self.store
+        with store.lock:
+            dropped = 0
+            for ns in names:
+                entry = store.entries.get(layout.PREFIX + ns)
+                if entry is not None:
+                    store.drop(entry, "dropped by KV.PREFIX.DROP")
+                    dropped += 1
+            return dropped
+
+    def flush(self) -> int:
+        """Drop every prefix; how many there were."""
+        with self.store.lock:
+            doomed = [entry for entry in self.store.entries.values() if entry.is_prefix]
+            for entry in doomed:
+                self.store.drop(entry, "dropped by KV.PREFIX.FLUSH")
+            return len(doomed)
+
+    def held(self, ns: bytes) -> bool:
+        """Whether the K side is here, whatever is in it."""
+        with self.store.lock:
+            entry = self.store.entries.get(layout.PREFIX + ns)
+            return entry is not None and bool(entry.mask & 1)
+
+    def why(self, ns: bytes) -> str:
+        """A sentence that starts with hit, never, dropped, evicted or incomplete (or says what else ended it)."""
+        store = self.store
+        with store.lock:
+            key = layout.PREFIX + ns
+            entry = store.get(key)
+            if entry is None:
+                return store.ends.get(key, "never stored (or longer ago than the server remembers)")
+            declared = entry.declared
+            if entry.mask != 3:
+                return f"incomplete: the {'V' if entry.mask & 1 else 'K'} side was never created"
+            side = entry.sides[0]
+            assert side is not None
+            assert entry.rows is not None
+            about = f"{limits.FORMAT_NAMES[side.fmt]}, {side.dim} values per row"
+            about += f", digest {declared.digest}" if declared.digest else ", no digest"
+            if not entry.complete:
+                return f"incomplete: {self._missing(entry)}; {about}"
+            shape = f"{declared.layers} layers of {declared.rows} rows" if declared.rows else "no declared shape"
+            return f"hit: {shape}, {entry.row_count} rows, {entry.nbytes} bytes; {about}"
+
+    def _missing(self, entry: Entry) -> str:
+        rows, declared = entry.rows, entry.declared
+        assert rows is not None
+        assert declared.rows is not None
+        assert declared.layers is not None
+        for layer in range(declared.layers):
+            for side in (layout.KEYS, layout.VALUES):
+                live = rows.live(side, layer)
+                if live != declared.rows:
+                    return f"layer {layer} of {'KV'[side]} holds {live} of {declared.rows} rows"
+        return "rows beyond the declared shape"
+
+    def list(self, scope: bytes | None, match: bytes | None, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """Namespaces in the order of a hash of their names, from `cursor` on; the next cursor (0: that was all).
+
+        A namespace that is there during the whole walk is returned exactly once.
+        """
+        store = self.store
+        with store.lock:
+            if self._order_of != store.changes:
+                self._order = sorted((_place(key[1:]), key) for key in store.entries if key[:1] == layout.PREFIX)
+                self._order_of = store.changes
+            names: list[bytes] = []
+            first = bisect.bisect_left(self._order, (cursor, b""))
+            for i in range(first, len(self._order)):
+                place, key = self._order[i]
+                if i - first >= count and place != self._order[i - 1][0]:
+                    return place, names
+                entry = store.entries[key]
+                if not entry.mask & 1 or (scope is not None and entry.peek().scope != scope):
+                    continue
+                if match is None or _glob(match, entry.name):
+                    names.append(entry.name)
+            return 0, names
+
+    # --- block tables -----------------------------------------------------------------------------------------------
+
+    def _put_blocks(self, entry: Entry, size: int, hashes: bytes) -> None:
+        store = self.store
+        old = entry.blocks
+        entry.blocks = writes.append_payload(
+            store, entry, "KV.PREFIX.REGISTER", layout.BLOCKS, hashes, start=size, count=len(hashes) // 8
+        )
+        if old is not None and entry.rows is not None:
+            entry.rows.lost(old.nbytes)
+        self._tables.drop(entry.name)
+        if hashes:
+            self._tables.put(entry.name, membership.build(hashes))
+
+    def _hashes(self, ns: bytes) -> tuple[Payload, bytes] | None:
+        entry = self._find(ns)
+        if entry is None or entry.blocks is None or not entry.blocks.nbytes:
+            return None
+        loader.check_payload(self.store, entry, entry.blocks)
+        self.store.touch(entry)
+        body = Extents([(self.store.ref(entry), entry.blocks.offset, entry.blocks.nbytes)])
+        return entry.blocks, body.tobytes()
+
+    def blocks(self, ns: bytes) -> bytes | None:
+        """u32 block size, u32 count, u64 hashes in token order; None without a table."""
+        with self.store.lock:
+            found = self._hashes(ns)
+            if found is None:
+                return None
+            payload, hashes = found
+            return struct.pack("<II", payload.extra, len(hashes) // 8) + hashes
+
+    def membership(self, ns: bytes, blob: bytes) -> bytes | None:
+        """Bitmap of the probes that are in the table, bit i (least significant first) for probe i; None without one."""
+        with self.store.lock:
+            table = self._tables.get(ns)
+            if table is None:
+                found = self._hashes(ns)
+                if found is None:
+                    return None
+                table = membership.build(found[1])
+                self._tables.put(ns, table)
+            else:
+                entry = self.store.entries.get(layout.PREFIX + ns)
+                if entry is not None:
+                    self.store.touch(entry)
+        return membership.probe(table, blob)
+
+
+class Tables:
+    """Packed membership tables by namespace.
+
+    The server keeps them in a database of the keyspace that no client can select, where the compiled probe finds them.
+    """
+
+    def __init__(self, keyspace: Any, database: int) -> None:
+        self._keyspace = keyspace
+        self._database = database
+
+    def get(self, ns: bytes) -> bytes | None:
+        """The table, if it is loaded."""
+        table: bytes | None = self._keyspace.get(self._database, ns)
+        return table
+
+    def put(self, ns: bytes, table: bytes) -> None:
+        """Load a table."""
+        self._keyspace.set(self._database, ns, table)
+
+    def drop(self, ns: bytes) -> None:
+        """Forget a table."""
+        self._keyspace.delete(self._database, ns)
+
+
+def _place(name: bytes) -> int:
+    return framing.crc32c(name) | 1
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace").translate({13: " ", 10: " "})
+
+
+def _glob(pattern: bytes, name: bytes) -> bool:
+    return fnmatch.fnmatchcase(name, pattern.replace(b"[^", b"[!"))

@@ -1,0 +1,364 @@
+"""The entries of one data directory: find, create, load, drop, and the order of their last use.
+
+One lock guards everything in memory. It is held over the small file operations (a header, a record of up to 256 KiB)
+and never over an fsync, a large transfer or the last close of a file.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from pion._core import vstore
+from pion._core.stream import FdRef
+from pion.errors import CommandError, OutOfMemoryError, StorageError
+from pion.store import layout, loader
+from pion.store.entries import BLOCK, Entry
+from pion.store.files import Files
+from pion.store.index import Figures, Index
+from pion.store.layout import Declared, Side
+
+log = logging.getLogger("pion.store")
+
+REMEMBERED: Final = 4096  # names whose end is remembered, for WHY
+_MAX_LINEAGE: Final = 64  # ancestors refreshed by one use
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all entries.
+
+    Attributes:
+        sessions: sides; prefixes: K sides of namespaces.
+        key_rows, rows, nbytes: as in Entry.
+        disk: bytes charged for files.
+        unsynced: bytes no COMMIT has covered yet.
+    """
+
+    sessions: int = 0
+    prefixes: int = 0
+    key_rows: int = 0
+    rows: int = 0
+    nbytes: int = 0
+    disk: int = 0
+    unsynced: int = 0
+
+
+class Store:
+    """Entries by key, least recently used first.
+
+    Args:
+        files: where entry files live.
+        index: None when nothing outlives the process.
+        max_sessions, max_bytes: caps.
+    """
+
+    def __init__(self, files: Files, index: Index | None, *, max_sessions: int, max_bytes: int) -> None:
+        self.files = files
+        self.index = index
+        self.max_sessions = max_sessions
+        self.max_bytes = max_bytes
+        self.lock = threading.RLock()
+        self.entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self.totals = Totals()
+        self.clock = 0
+        self.changes = 0  # entries that came or went
+        self.evictions = 0
+        self.quarantined = 0
+        self.appended = 0  # records since the start or the last SAVE
+        self.unsynced: set[Entry] = set()
+        self.restless: set[Entry] = set()  # dirty entries the ticker will seal once they are quiet
+        self.used: set[Entry] = set()  # whose clock the index does not know yet
+        self.ends: OrderedDict[bytes, str] = OrderedDict()
+        self.on_drop: Callable[[Entry], None] | None = None
+        self.fragmented: Callable[[Entry], None] | None = None
+        self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
+        self._open: OrderedDict[Entry, None] = OrderedDict()
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+
+    # --- finding ----------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry, its file read; None when there is none (or it has just turned out to be damaged)."""
+        entry = self.entries.get(key)
+        if entry is None or entry.rows is not None:
+            return entry
+        return entry if loader.load(self, entry) else None
+
+    def touch(self, entry: Entry) -> None:
+        """Note a use. Ancestors are refreshed after their descendant, so that of a lineage the leaf is oldest."""
+        self.clock += 1
+        entry.used = self.clock
+        self.entries.move_to_end(entry.key)
+        self.used.add(entry)
+        parent = entry.declared.parent
+        for _ in range(_MAX_LINEAGE):
+            above = self.entries.get(layout.PREFIX + parent) if parent is not None else None
+            if above is None or above is entry:
+                return
+            self.clock += 1
+            above.used = self.clock
+            self.entries.move_to_end(above.key)
+            self.used.add(above)
+            parent = above.peek().parent
+
+    def fd(self, entry: Entry) -> int:
+        """A descriptor of the entry's file, opened when needed. Raises OSError."""
+        return self.ref(entry).fileno()
+
+    def ref(self, entry: Entry) -> FdRef:
+        """The same, to be held by a reply or a sink."""
+        if entry.ref is None:
+            entry.ref = FdRef(self.files.open(entry.path))
+            self.opened(entry)
+        return entry.ref
+
+    def opened(self, entry: Entry) -> None:
+        """Count an open file; the ones opened longest ago are closed when there are too many."""
+        self._open[entry] = None
+        if not self.files.keeps:
+            return
+        while len(self._open) > _descriptor_cap():
+            oldest, _ = self._open.popitem(last=False)
+            oldest.ref = None
+
+    def slot(self, entry: Entry, side: int) -> int:
+        """The session number of a side: the smallest that is free."""
+        slot = entry.slots[side]
+        if slot is None:
+            if self._free_slots:
+                slot = heapq.heappop(self._free_slots)
+            else:
+                slot, self._next_slot = self._next_slot, self._next_slot + 1
+            entry.slots[side] = slot
+        return slot
+
+    # --- making -----------------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        key: bytes,
+        sides: list[Side | None],
+        declared: Declared,
+        *,
+        records: bytes = b"",
+        over: Entry | None = None,
+    ) -> Entry:
+        """A new entry with its file; it takes the place of `over` at once, or nothing happens.
+
+        Raises:
+            OutOfMemoryError: the caps leave no room.
+            StorageError: the file or the index could not be written.
+        """
+        entry = Entry(key, layout.new_generation())
+        entry.seed = loader.seed_of(entry.generation)
+        entry.describe(sides, declared)
+        sessions = entry.side_count or 1
+        self.make_slots(sessions - (over.side_count if over else 0), over)
+        self.make_room(BLOCK, over)
+        head = layout.file_header(key, entry.generation)
+        data = head + loader.meta_record(entry, len(head)) + records
+        try:
+            fd = self.files.create(entry.path, data, over=over.generation if over else 0)
+        except OSError as error:
+            raise StorageError(f"ERR the entry could not be created: {error.strerror}") from error
+        entry.ref = FdRef(fd)
+        entry.rows = vstore.Rows()
+        entry.size = entry.base = len(data)
+        if over is not None:
+            self.forget(over, "replaced by a REGISTER with REPLACE")
+        if self.index is not None:
+            try:
+                self.index.put(key, entry.figures(clean=False, synced=False))
+            except OSError as error:
+                self.files.discard(entry.path, entry.generation)
+                raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
+        self.insert(entry)
+        self.opened(entry)
+        self.wrote(entry, len(data))
+        self.ends.pop(key, None)
+        return entry
+
+    def insert(self, entry: Entry) -> None:
+        """Count an entry in."""
+        self.clock = max(self.clock + 1, entry.used)
+        entry.used = entry.used or self.clock
+        self.entries[entry.key] = entry
+        self.changes += 1
+        self._count(entry, 1)
+        if entry.dirty:
+            self.restless.add(entry)
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        totals = self.totals
+        totals.sessions += sign * entry.side_count
+        totals.prefixes += sign * (entry.is_prefix and entry.mask & 1)
+        totals.key_rows += sign * entry.key_rows
+        totals.rows += sign * entry.row_count
+        totals.nbytes += sign * entry.nbytes
+        totals.disk += sign * entry.disk
+
+    def recounted(self, entry: Entry, change: Callable[[], object]) -> None:
+        """Make a change that moves an entry's totals."""
+        self._count(entry, -1)
+        try:
+            change()
+        finally:
+            self._count(entry, 1)
+
+    def wrote(self, entry: Entry, nbytes: int) -> None:
+        """Bytes of records have reached the page cache and are not on the medium yet."""
+        entry.unsynced += nbytes
+        entry.quiet = 0
+        self.totals.unsynced += nbytes
+        self.unsynced.add(entry)
+        self.appended += 1
+
+    def mark_dirty(self, entry: Entry) -> None:
+        """Before the first record that the index does not know. Raises StorageError."""
+        if entry.dirty:
+            return
+        if self.index is not None:
+            try:
+                self.index.dirty(entry.key)
+            except OSError as error:
+                raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
+        entry.dirty = True
+        self.restless.add(entry)
+
+    # --- dropping ---------------------------------------------------------------------------------------------------
+
+    def drop(self, entry: Entry, reason: str) -> None:
+        """The entry is gone when this returns; its blocks are freed in the background, readers keep what they have.
+
+        Raises:
+            StorageError: neither the index nor the directory could be changed; the entry is then still there.
+        """
+        try:
+            if self.index is not None:
+                self.index.drop(entry.key, entry.generation)
+            self.files.discard(entry.path, entry.generation)
+        except OSError as error:
+            try:  # without room for an index record, the missing file says the same at the next start
+                self.files.discard(entry.path, entry.generation)
+            except OSError:
+                raise StorageError(f"ERR the entry could not be dropped: {error.strerror}") from error
+        self.forget(entry, reason)
+
+    def forget(self, entry: Entry, reason: str) -> None:
+        """Take an entry out of memory; its file is somebody else's matter."""
+        if self.entries.get(entry.key) is entry:
+            del self.entries[entry.key]
+        self.changes += 1
+        self._count(entry, -1)
+        self.evictions += entry.side_count
+        self.totals.unsynced -= entry.unsynced
+        entry.gone = True
+        for group in (self.unsynced, self.restless, self.used):
+            group.discard(entry)
+        self._open.pop(entry, None)
+        for side, slot in enumerate(entry.slots):
+            if slot is not None:
+                heapq.heappush(self._free_slots, slot)
+                entry.slots[side] = None
+        self.ends[entry.key] = reason
+        self.ends.move_to_end(entry.key)
+        if len(self.ends) > REMEMBERED:
+            self.ends.popitem(last=False)
+        self.release(entry.ref, entry.disk)
+        entry.ref = None
+        if self.on_drop is not None:
+            self.on_drop(entry)
+
+    def release(self, ref: FdRef | None, nbytes: int) -> None:
+        """Let go of a removed file; while a reply or a sink still holds it, its blocks count."""
+        if ref is not None and ref.refs > 1:
+            self._held.append((ref, nbytes))
+
+    def held_bytes(self) -> int:
+        """Bytes of removed files that readers still hold."""
+        if self._held:
+            self._held = [item for item in self._held if item[0].refs > 1]
+        return sum(nbytes for _, nbytes in self._held)
+
+    def lose(self, entry: Entry, why: str) -> None:
+        """Take a damaged entry out of service: its file is moved aside, never deleted, never served."""
+        self.quarantined += 1
+        try:
+            where = self.files.quarantine(entry.path, entry.generation)
+            log.error("entry %r is damaged (%s): moved to %s", entry.name, why, where)
+        except OSError as error:
+            log.error("entry %r is damaged (%s) and could not be moved aside: %s", entry.name, why, error.strerror)
+        if self.index is not None:
+            try:
+                self.index.drop(entry.key, entry.generation)
+            except OSError as error:
+                log.error("index: %s", error.strerror)
+        self.forget(entry, f"damaged ({why}); its file is in the quarantine")
+
+    # --- caps -------------------------------------------------------------------------------------------------------
+
+    def make_slots(self, sessions: int, keep: Entry | None = None) -> None:
+        """Evict until this many more sessions fit under --max-sessions.
+
+        Raises:
+            CommandError: they never will.
+        """
+        while self.totals.sessions + sessions > self.max_sessions:
+            if not self._evict(keep, f"evicted: more than {self.max_sessions} sessions"):
+                raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
+        if not self.files.keeps:  # every entry is an open descriptor
+            while len(self.entries) >= _descriptor_cap() * 2:
+                if not self._evict(keep, "evicted: no more file descriptors"):
+                    raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
+
+    def make_room(self, nbytes: int, keep: Entry | None = None) -> None:
+        """Evict until this many more bytes fit under --max-bytes.
+
+        Raises:
+            OutOfMemoryError: everything that is left is being written or read.
+        """
+        if self.totals.disk + nbytes <= self.max_bytes and not self._held:
+            return
+        while self.totals.disk + self.held_bytes() + nbytes > self.max_bytes:
+            if nbytes > self.max_bytes or not self._evict(keep, "evicted: --max-bytes reached"):
+                raise OutOfMemoryError(f"OOM --max-bytes {self.max_bytes} is reached and nothing else can be evicted")
+
+    def _evict(self, keep: Entry | None, reason: str) -> bool:
+        for entry in self.entries.values():
+            if entry is keep or entry.writers or (entry.ref is not None and entry.ref.refs > 1):
+                continue
+            self.drop(entry, reason)
+            return True
+        return False
+
+    def enforce(self) -> None:
+        """Bring what was found at start under the caps."""
+        self.make_slots(0)
+        self.make_room(0)
+
+    def seal(self, entries: Iterable[Entry], *, synced: bool) -> None:
+        """Tell the index the figures of entries that have been quiet."""
+        for entry in entries:
+            if self.index is not None and not entry.gone:
+                self.index.put(entry.key, entry.figures(clean=True, synced=synced))
+            entry.dirty = False
+            self.restless.discard(entry)
+
+    def load_index(self, figures: dict[bytes, Figures]) -> None:
+        """Take in what the index says, in the order of last use."""
+        for key, known in sorted(figures.items(), key=lambda item: item[1].used):
+            self.insert(Entry.from_index(key, known))
+
+
+def _descriptor_cap() -> int:
+    """Entry files that may be open at once: a quarter of what the process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if soft == resource.RLIM_INFINITY else max(64, min(soft, 1 << 18) // 4)

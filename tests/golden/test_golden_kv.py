@@ -1,0 +1,79 @@
+"""The golden bytes of V, KV.PREFIX, SSM and PION against the real server, in RESP2 and RESP3."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.golden import kv_prefix, kv_receipt, kv_v, kv_vfetch
+from tests.golden.kit import PING, PONG, Golden, cmd, matches
+from tests.support.process import Process
+
+CASES = [golden for module in (kv_v, kv_vfetch, kv_prefix, kv_receipt) for golden in module.CASES]
+SHARED = [golden for golden in CASES if not golden.fresh and not golden.flags]
+ALONE = [golden for golden in CASES if golden.fresh or golden.flags]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Process]:
+    with tempfile.TemporaryDirectory() as directory, Process(Path(directory) / "data") as process:
+        yield process
+
+
+def _exchange(sock: socket.socket, request: bytes) -> bytes:
+    """Sends the request and a PING; returns all that came before the PONG."""
+    sock.sendall(request + PING)
+    got = bytearray()
+    while not got.endswith(PONG):
+        piece = sock.recv(1 << 16)
+        if not piece:
+            raise AssertionError(f"the connection was closed after {bytes(got[:500])!r}")
+        got += piece
+    return bytes(got[: -len(PONG)])
+
+
+def play(port: int, golden: Golden, proto: int) -> None:
+    """Runs the steps of one case on a new connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        if proto == 3:
+            assert _exchange(sock, cmd("HELLO 3")).startswith(b"%")
+        for step in golden.steps:
+            got = _exchange(sock, step.request)
+            want = step.resp3 if proto == 3 else step.resp2
+            assert matches(want, got), f"wire §{golden.section}: {step.request[:200]!r}\n got {got!r}\nwant {want!r}"
+
+
+@pytest.mark.parametrize("proto", [2, 3])
+@pytest.mark.parametrize("golden", SHARED, ids=lambda golden: golden.name)
+def test_golden(shared: Process, golden: Golden, proto: int) -> None:
+    if proto == 3:
+        # the same names again: what the RESP2 run left must not be seen
+        with socket.create_connection(("127.0.0.1", shared.port), timeout=20) as sock:
+            _exchange(sock, cmd("KV.PREFIX.FLUSH"))
+    play(shared.port, golden, proto)
+
+
+@pytest.mark.parametrize("proto", [2, 3])
+@pytest.mark.parametrize("golden", ALONE, ids=lambda golden: golden.name)
+def test_golden_on_a_fresh_server(tmp_path: Path, golden: Golden, proto: int) -> None:
+    with Process(tmp_path / "data", *golden.flags) as process:
+        play(process.port, golden, proto)
+
+
+def test_every_name_is_unique() -> None:
+    names = [golden.name for golden in CASES]
+    assert len(names) == len(set(names))
+
+
+def test_every_command_has_golden_bytes() -> None:
+    from pion.commands import table
+
+    typed = b"".join(step.request for golden in CASES for step in golden.steps).upper()
+    groups = ("vstore", "prefix", "state", "pion")
+    ours = {record.name.upper() for record in table.COMMANDS.values() if record.group in groups}
+    assert len(ours) >= 30
+    assert not {name for name in ours if f"\r\n{name}\r\n".encode() not in typed}
