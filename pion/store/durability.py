@@ -107,11 +107,12 @@ class Upkeep:
             raise
         with store.lock:
             for entry, _, nbytes in work:
+                if entry.gone:  # dropped meanwhile, and counted out then
+                    continue
                 entry.unsynced -= nbytes
+                store.totals.unsynced -= nbytes
                 if entry.unsynced:
                     store.unsynced.add(entry)
-                if not entry.gone:
-                    store.totals.unsynced -= nbytes
 
     def _flush_files(self, refs: list[FdRef]) -> None:
         if len(refs) <= 1:
@@ -212,9 +213,12 @@ class Upkeep:
         finally:
             self._queued.discard(entry)
 
-    def close(self) -> None:
-        """Finish what is running."""
+    def stop(self) -> None:
+        """Finish what is running; nothing starts by itself any more. `commit` still works."""
         self._workers.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """After the last `commit`."""
         if self._flushers is not None:
             self._flushers.shutdown()
 

@@ -181,7 +181,7 @@ class Engine(SessionMethods, PrefixMethods):
         self._closing.set()
         for thread in self._threads:
             thread.join()
-        self._upkeep.close()
+        self._upkeep.stop()
         if self.root is not None:
             try:
                 if self._policy != "no":
@@ -192,6 +192,7 @@ class Engine(SessionMethods, PrefixMethods):
             except OSError as error:
                 raise StorageError(f"ERR the store was not closed in order: {error.strerror}") from error
             finally:
+                self._upkeep.close()
                 if self.keyspace_store is not None:
                     self.keyspace_store.close()
                 if self._store.index is not None:
