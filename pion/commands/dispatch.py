@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -12,7 +13,7 @@ from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
 from pion.commands.state import CommandStats, ServerState
-from pion.errors import AuthenticationError, CommandError, OutOfMemoryError
+from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.wire.resp import Err, Raw
 
 log = logging.getLogger("pion.commands")
@@ -97,12 +98,14 @@ class Dispatcher:
         from pion._core import plane as core
 
         self._plane = self.server.plane = plane
-        self._fast_ids = {
-            record.name: getattr(core, f"FAST_{record.fast}") for record in table.fast_commands() if record.fast
-        }
+        self._fast_ids = {record.name: getattr(core, f"FAST_{record.fast}") for record in self._fast_records()}
 
-    @staticmethod
-    def fast_table() -> list[tuple[int, bytes, int, int]]:
+    def _fast_records(self) -> list[table.Command]:
+        """The commands the plane may run: C knows neither the feature gate nor the required prefix of a namespace."""
+        namespaces = getattr(self.engine, "kvcache", False) and not getattr(self.options, "ns_prefix", "")
+        return [record for record in table.fast_commands() if record.group != "prefix" or namespaces]
+
+    def fast_table(self) -> list[tuple[int, bytes, int, int]]:
         """`(id, name, arity, flags)` of every fast command, for the plane's constructor."""
         from pion._core import plane as core
 
@@ -113,7 +116,7 @@ class Dispatcher:
                 record.arity,
                 (core.FLAG_WRITE if record.write else 0) | (core.FLAG_DENYOOM if record.denyoom else 0),
             )
-            for record in table.fast_commands()
+            for record in self._fast_records()
         ]
 
     # --- connections -----------------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ class Dispatcher:
         """The record of a command that may run now.
 
         Raises:
-            CommandError: not logged in, unknown, wrong number of arguments or out of memory.
+            CommandError: not logged in, unknown, wrong number of arguments, out of memory, or the log is broken.
         """
         if not conn.authenticated:
             # Before the login even the command's existence is not told.
@@ -187,6 +190,8 @@ class Dispatcher:
             raise AuthenticationError(errors.NOAUTH)
         if record.denyoom and self.server.maxmemory and self.server.over_memory():
             raise OutOfMemoryError
+        if record.logged and (errno := self.engine.keyspace.refuses):
+            raise StorageError(errors.MISCONF_LOG.format(reason=os.strerror(errno)))
 
     def _execute(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         started = time.perf_counter_ns()

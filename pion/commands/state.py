@@ -138,6 +138,7 @@ class ServerState:
     engine: Any = None
     port: int = 0
     maxmemory: int = 0
+    maxclients: int = limits.DEFAULT_MAXCLIENTS
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
     started: float = field(default_factory=time.monotonic)
     started_unix: int = field(default_factory=lambda: int(time.time()))
@@ -151,6 +152,7 @@ class ServerState:
     last_save: int = field(default_factory=lambda: int(time.time()))
     last_save_ok: bool = True
     saving: bool = False
+    saved_changes: int = 0
     _paused: str | None = None
     _pause_end: float = 0.0
     _unpaused: Any = None
@@ -236,12 +238,12 @@ class ServerState:
         return self.commands_processed
 
     def command_stats(self) -> dict[str, CommandStats]:
-        """Calls by command name, those of the C fast path added."""
+        """Calls by command name, those of the C fast path added (their time is not taken)."""
         out = {name: replace(stats) for name, stats in self.commands.items()}
-        for name, calls, usec in self.plane.fast_calls() if self.plane is not None else ():
-            stats = out.setdefault(name, CommandStats())
-            stats.calls += calls
-            stats.usec += usec
+        fast = self.plane.stats["fast_calls"] if self.plane is not None else {}
+        for name, calls in fast.items():
+            if calls:
+                out.setdefault(name.decode(), CommandStats()).calls += calls
         return out
 
     def rates(self) -> tuple[int, float, float]:

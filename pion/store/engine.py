@@ -205,6 +205,13 @@ class Engine(SessionMethods, PrefixMethods):
 
     # --- durability -------------------------------------------------------------------------------------------------
 
+    def set_appendfsync(self, policy: str) -> None:
+        """Change the policy while running; a store that keeps no promise goes on keeping none."""
+        if policy not in POLICIES:
+            raise ValueError(policy)
+        if self.wal:
+            self._policy = self._upkeep.policy = self.keyspace.log_policy = policy
+
     @property
     def always(self) -> bool:
         """Every acknowledged write has to be on the medium."""
