@@ -85,7 +85,7 @@ def send(namespace: str, dtype: str, count: int, rows: Rows) -> Steps[None]:
         expect_ok(reply, "V.STOREBATCH")
 
 
-def _described(info: Any, layout: Layout, count: int, allowed: set[str]) -> int:
+def _described(info: Any, digest: str, layout: Layout, count: int, allowed: set[str]) -> int:
     """The format code in a V.INFO reply, if the session is what this model can use."""
     lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
     dim, layers, fmt = lines["value_dim"], lines["num_layers"], lines["v_format"]
@@ -94,6 +94,8 @@ def _described(info: Any, layout: Layout, count: int, allowed: set[str]) -> int:
         raise MismatchError(f"MISMATCH shape: {layers} layers of {dim} values are stored, this model has {here}")
     if fmt not in allowed:
         raise MismatchError(f"MISMATCH format: stored as {fmt}, asked for as {' or '.join(sorted(allowed))}")
+    if lines.get("digest") != digest:
+        raise IncompleteError("the prefix was replaced behind the lookup")
     short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(count)]
     if short:
         raise IncompleteError(f"layers {short} do not hold {count} rows")
@@ -145,20 +147,19 @@ def fetch(
     raise_first(infos)
     # Words kept as they were serve any request; otherwise the format must be the one asked for.
     allowed = {stored_format(vquant, layout.dtype), _KEPT[layout.dtype]}
-    codes = [_described(info, layout, count, allowed) for info in infos]
+    codes = [_described(info, digest, layout, count, allowed) for info in infos]
     restorer = caches.Restorer(model, layout, count)
     receivers = [_Receiver(restorer, side, code) for side, code in enumerate(codes)]
     span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
     asked: list[Command] = [["V.FETCH", sid, *span] for sid in _sids(namespace)]
-    # The entry may have been replaced since the lookup: what it is now, behind the rows, is what counts.
-    asked += [*_infos(namespace), ["KV.PREFIX.WHY", namespace]]
+    # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
+    asked += _infos(namespace)
     replies = yield Flight(asked, dict(enumerate(receivers)))
     raise_first(replies)
     for receiver in receivers:
         receiver.flush()
-    why = replies[4].decode("utf-8", "replace")
-    if replies[2:4] != infos or not why.startswith("hit") or digest not in why:
-        raise IncompleteError(f"the prefix changed while it was fetched ({why})")
+    if replies[2:] != infos:
+        raise IncompleteError("the prefix was replaced while it was fetched")
     try:
         return restorer.finish()
     except ValueError as error:

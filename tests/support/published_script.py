@@ -24,6 +24,7 @@ def module(name):
 module("blas").install()
 
 import mlx.core as mx  # noqa: E402
+
 from pion_vllm_mlx import PionPromptCache  # noqa: E402
 
 
