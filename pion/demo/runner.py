@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import shutil
 import subprocess
 import sys
@@ -26,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
+from pion import testing
+
 __all__ = ["main"]
 
 RATIO_BAR: Final = 20
-_READY: Final = re.compile(r"Ready to accept connections on (\S+):(\d+)")
 _ACTS: Final = (
     ("A", "computed and stored", "nobody knows the system prompt yet"),
     ("B", "fetched", "another process, the same server"),
@@ -43,11 +43,10 @@ class _BrokenError(Exception):
 
 @dataclass
 class _Stage:
-    """Where the play happens: the data directory, the clock, and the server's port once it is known."""
+    """Where the play happens, and its clock."""
 
     folder: str
     patience: float
-    port: int = 0
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
@@ -101,27 +100,10 @@ def _process(stage: _Stage, what: str, *command: str) -> Iterator[tuple[subproce
             child.stdout.close()
 
 
-@contextlib.contextmanager
-def _server(stage: _Stage) -> Iterator[subprocess.Popen[str]]:
-    """A server over the stage's data directory, on the same port each time."""
-    flags = ["--kvcache", "--port", str(stage.port), "--dir", os.path.join(stage.folder, "data")]
-    with _process(stage, "the server", "pion.cli", *flags) as (child, lines):
-        for line in lines:
-            ready = _READY.search(line)
-            if ready:
-                stage.port = int(ready[2])
-                break
-        else:
-            raise _BrokenError(f"the server ended with status {child.wait()} before it was ready")
-        stage.say(f"server        ready on port {stage.port}, data in {flags[-1]}")
-        yield child
-
-
 def _act(stage: _Stage, name: str, why: str, arguments: list[str]) -> dict[str, Any]:
     """Run one client process and return its result."""
     stage.say(f"process {name}     {why}")
-    command = ["pion.demo.worker", "--url", f"pion://127.0.0.1:{stage.port}", *arguments]
-    with _process(stage, f"process {name}", *command) as (child, lines):
+    with _process(stage, f"process {name}", "pion.demo.worker", *arguments) as (child, lines):
         for line in lines:
             fact = json.loads(line)
             if fact["step"] == "slow":
@@ -138,15 +120,17 @@ def _act(stage: _Stage, name: str, why: str, arguments: list[str]) -> dict[str, 
 
 
 def _play(stage: _Stage, arguments: list[str]) -> list[dict[str, Any]]:
-    results = []
-    with _server(stage) as server:
-        for name, _, why in _ACTS[:2]:
-            results.append(_act(stage, name, why, arguments))
+    folder = os.path.join(stage.folder, "data")
+    with testing.server("--kvcache", dir=folder) as server:
+        stage.say(f"server        ready on port {server.port}, data in {folder}")
+        url = ["--url", f"pion://127.0.0.1:{server.port}", *arguments]
+        results = [_act(stage, name, why, url) for name, _, why in _ACTS[:2]]
         server.kill()
-        stage.say(f"server        killed with SIGKILL (status {server.wait()})")
-    with _server(stage):
-        results.append(_act(stage, _ACTS[2][0], _ACTS[2][2], arguments))
-    return results
+        stage.say("server        killed with SIGKILL")
+        server.restart()
+        stage.say("server        started again on the same data")
+        name, _, why = _ACTS[2]
+        return [*results, _act(stage, name, why, url)]
 
 
 def _judge(results: list[dict[str, Any]]) -> list[str]:
@@ -199,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stage = _Stage(options.keep or tempfile.mkdtemp(prefix="pion-demo-"), options.patience)
     try:
         results = _play(stage, ["--dtype", options.dtype, "--tokens", str(options.tokens)])
-    except _BrokenError as error:
+    except (_BrokenError, RuntimeError, TimeoutError) as error:
         print(f"pion demo: {error}", file=sys.stderr)
         return 2
     finally:

@@ -6,11 +6,12 @@ import itertools
 import logging
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from pion import Client, PionPromptCache
 from pion.client.caches import pack_rows
@@ -195,12 +196,20 @@ def test_credentials(tmp_path: Path, ns: str, monkeypatch: pytest.MonkeyPatch) -
             assert pc.lookup(ns) is True
 
 
-def test_tls_errors_raise(server: Any, ns: str) -> None:
-    with PionPromptCache(models.tiny_llama(), host="127.0.0.1", port=server.port, ssl=True, timeout=10) as pc:
-        with pytest.raises(ssl.SSLError):
-            pc.get_or_prefill(IDS, ns)
-        with pytest.raises(ssl.SSLError):
-            pc.lookup(ns)
+def test_an_untrusted_certificate_raises(byte_server: Callable[..., Any], ns: str) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    port = byte_server(context=context).port
+    with PionPromptCache(models.tiny_llama(), port=port, ssl=True) as pc:
+        for call in (lambda: pc.get_or_prefill(IDS, ns), lambda: pc.lookup(ns)):
+            with pytest.raises(ssl.SSLCertVerificationError):
+                call()
+        assert (pc.misses, pc.outages) == (0, 0)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    with PionPromptCache(port=port, ssl=trusting) as pc:
+        assert pc.resp.call("PING") == b"+PONG\r\n"
 
 
 def test_a_server_without_kvcache_says_so(tmp_path: Path, ns: str) -> None:
