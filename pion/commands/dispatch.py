@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import time
 from collections.abc import Coroutine
+from types import CoroutineType
 from typing import Any
 
 from pion import errors
@@ -147,7 +147,7 @@ class Dispatcher:
         except CommandError as error:
             self._rejected(argv, error)
             return self._reply(conn, _refusal(error), None)
-        if self.server.holds(record.write) and record.name != "client|unpause":
+        if self.server.paused is not None and self.server.holds(record.write) and record.name != "client|unpause":
             return self._held(conn, record, argv)
         return self._execute(conn, record, argv)
 
@@ -182,7 +182,8 @@ class Dispatcher:
             if record is None or not record.no_auth:
                 raise AuthenticationError(errors.NOAUTH)
         record = table.find(argv)
-        self._gate(conn, record)
+        if record.write or record.denyoom:
+            self._gate(conn, record)
         return record
 
     def _gate(self, conn: Any, record: table.Command) -> None:
@@ -200,8 +201,8 @@ class Dispatcher:
                 refused = getattr(argv[record.stream_arg], "refused", None)
                 if refused is not None:
                     raise refused
-            if self._plane is not None and record.fast is not None:
-                raw = self._plane.exec_fast(conn, self._fast_ids[record.name], argv)
+            if record.fast is not None and (fast_id := self._fast_ids.get(record.name)) is not None:
+                raw = self._plane.exec_fast(conn, fast_id, argv)
                 if raw is not None:
                     return self._done(conn, record, argv, started, Raw(raw))
             value = record.handler(self.context(conn), argv)
@@ -210,7 +211,7 @@ class Dispatcher:
         except Exception:
             log.exception("%s failed", record.name)
             value = _INTERNAL
-        if inspect.iscoroutine(value):
+        if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
         return self._done(conn, record, argv, started, value)
 
@@ -231,7 +232,7 @@ class Dispatcher:
         while self.server.holds(record.write):
             await self.server.wait_unpaused()
         value = self._execute(conn, record, argv)
-        return await value if inspect.iscoroutine(value) else value
+        return await value if type(value) is CoroutineType else value
 
     def _done(self, conn: Any, record: table.Command, argv: list[Any], started: int, value: Any) -> Any:
         usec = (time.perf_counter_ns() - started) // 1000

@@ -153,7 +153,7 @@ class ServerState:
     last_save_ok: bool = True
     saving: bool = False
     saved_changes: int = 0
-    _paused: str | None = None
+    paused: str | None = None
     _pause_end: float = 0.0
     _unpaused: Any = None
     _samples: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
@@ -190,30 +190,30 @@ class ServerState:
         if self.new_event is None:
             raise CommandError("ERR CLIENT PAUSE needs a running server")
         end = time.monotonic() + milliseconds / 1000
-        if self._paused is None:
+        if self.paused is None:
             self._unpaused = self.new_event()
-        self._pause_end = max(end, self._pause_end) if self._paused else end
-        self._paused = "all" if "all" in (mode, self._paused) else "write"
+        self._pause_end = max(end, self._pause_end) if self.paused else end
+        self.paused = "all" if "all" in (mode, self.paused) else "write"
         if self.plane is not None:
             self.plane.fast_enabled = False
 
     def unpause(self) -> None:
         """Lets the held commands run."""
-        if self._paused is None:
+        if self.paused is None:
             return
-        self._paused = None
+        self.paused = None
         if self.plane is not None:
             self.plane.fast_enabled = True
         self._unpaused.set()
 
     def holds(self, write: bool) -> bool:
         """True when a command must wait for the end of a pause."""
-        if self._paused is None:
+        if self.paused is None:
             return False
         if time.monotonic() >= self._pause_end:
             self.unpause()
             return False
-        return write or self._paused == "all"
+        return write or self.paused == "all"
 
     async def wait_unpaused(self) -> None:
         """Returns when the pause that is on now has ended."""
@@ -223,7 +223,7 @@ class ServerState:
 
     def tick(self) -> None:
         """Ten times a second: end of a pause, memory gate, samples of the instantaneous figures."""
-        if self._paused is not None and time.monotonic() >= self._pause_end:
+        if self.paused is not None and time.monotonic() >= self._pause_end:
             self.unpause()
         self.over_memory()
         stats = self.plane.stats if self.plane is not None else {}

@@ -53,6 +53,7 @@ class Entry:
         used: clock of the last use.
         ref: the open file.
         writers: bodies that are streaming in.
+        compacting: a worker is writing the file anew.
         dirty: the index knows that its figures are out of date.
         unsynced: bytes written since the last flush.
         quiet: ticks without a write.
@@ -62,9 +63,9 @@ class Entry:
     """
 
     __slots__ = (
-        "_meta", "base", "blocks", "declared", "dirty", "generation", "gone", "has_states", "key", "key_rows", "mask",
-        "nbytes", "path", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size", "slots",
-        "snapshots", "states", "unsynced", "used", "writers",
+        "_meta", "base", "blocks", "compacting", "declared", "dirty", "generation", "gone", "has_states", "key",
+        "key_rows", "mask", "nbytes", "path", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides",
+        "size", "slots", "snapshots", "states", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
@@ -87,6 +88,7 @@ class Entry:
         self.used = 0
         self.ref: FdRef | None = None
         self.writers = 0
+        self.compacting = False
         self.dirty = True
         self.unsynced = 0
         self.quiet = 0

@@ -1,35 +1,27 @@
-"""A dispatcher over a real keyspace, without a network."""
+"""A dispatcher over a real engine in memory, without a network."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
-from pion._core.keyspace import Keyspace
 
-import pion.commands  # registers the families
 from pion.auth import Authenticator
-from pion.commands.dispatch import Dispatcher
+from pion.commands import Dispatcher
 from pion.config import Options
+from pion.store.engine import Engine
 from tests.support.memory import MemoryClient
-
-assert pion.commands
-
-
-@dataclass
-class KeyspaceOnly:
-    """As much of an engine as the ordinary commands need."""
-
-    keyspace: Keyspace = field(default_factory=Keyspace)
-    saves: int = 0
-
-    def save(self) -> None:
-        self.saves += 1
 
 
 @pytest.fixture
-def dispatcher() -> Dispatcher:
-    return Dispatcher(KeyspaceOnly(), Options())
+def engine() -> Iterator[Engine]:
+    with Engine(None, memory_only=True, ticker=False) as made:
+        yield made
+
+
+@pytest.fixture
+def dispatcher(engine: Engine) -> Dispatcher:
+    return Dispatcher(engine, Options(kvcache=True))
 
 
 @pytest.fixture
@@ -38,5 +30,5 @@ def client(dispatcher: Dispatcher) -> MemoryClient:
 
 
 @pytest.fixture
-def guarded() -> Dispatcher:
-    return Dispatcher(KeyspaceOnly(), Options(requirepass="secret"), Authenticator(b"secret"))
+def guarded(engine: Engine) -> Dispatcher:
+    return Dispatcher(engine, Options(requirepass="secret"), Authenticator("secret"))

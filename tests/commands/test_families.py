@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from pion.commands.dispatch import Dispatcher
+from pion.commands.scan import ScanCache
 from pion.commands.state import memory_bytes
+from pion.config import Options
+from pion.store.engine import Engine
 from tests.support.memory import MemoryClient
 from tests.support.replies import Error, Simple
 
@@ -30,7 +34,7 @@ def test_walk_returns_what_is_always_there(client: MemoryClient, add: str, scan:
         client(add, "big", *((f"new{calls}", 1) if add == "HSET" else (1, f"new{calls}")))
         client("DEL", "other")
         if calls == 5:  # the walk goes on without what was kept for it
-            client.dispatcher.server.scans.__init__()
+            client.dispatcher.server.scans = ScanCache()
     assert calls > 10
     assert {f"stays{i}".encode() for i in range(1500)} <= seen
 
@@ -96,24 +100,36 @@ def test_info_keyspace(client: MemoryClient) -> None:
     assert b"keyspace_misses:1\r\n" in stats
 
 
-def test_save(client: MemoryClient) -> None:
-    client("SET", "k", "v")
-    assert b"rdb_changes_since_last_save:1\r\n" in client("INFO", "persistence")
-    assert client("SAVE") == Simple(b"OK")
-    assert client.dispatcher.engine.saves == 1
-    assert b"rdb_changes_since_last_save:0\r\n" in client("INFO", "persistence")
+def test_save(tmp_path: Path) -> None:
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        client = MemoryClient(Dispatcher(engine, Options()))
+        client("SET", "k", "v")
+        assert b"rdb_changes_since_last_save:1\r\n" in client("INFO", "persistence")
+        before = client("LASTSAVE")
+        assert client("SAVE") == Simple(b"OK")
+        assert client("LASTSAVE") >= before
+        assert b"rdb_changes_since_last_save:0\r\n" in client("INFO", "persistence")
+        assert client("BGSAVE") == Error(b"ERR BGSAVE needs a running server")
+
+
+def test_nothing_to_save_in_memory(client: MemoryClient) -> None:
     client.dispatcher.options.memory_only = True
-    assert client("SAVE") == Error(b"ERR nothing is kept on disk (--memory-only)")
-    assert client("BGSAVE").code == b"ERR"
+    for line in ("SAVE", "BGSAVE"):
+        assert client(line) == Error(b"ERR nothing is kept on disk (--memory-only)")
 
 
-def test_failed_save_is_told(client: MemoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+def test_failed_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_fd: int) -> None:
         raise OSError(5, os.strerror(5))
 
-    monkeypatch.setattr(client.dispatcher.engine, "save", broken, raising=False)
-    assert client("SAVE") == Error(b"ERR save failed: Input/output error")
-    assert b"rdb_last_bgsave_status:err\r\n" in client("INFO", "persistence")
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        client = MemoryClient(Dispatcher(engine, Options()))
+        client("SET", "k", "v")
+        with monkeypatch.context() as patched:
+            for name in ("fsync", "fdatasync"):
+                patched.setattr(os, name, broken)
+            assert client("SAVE").code == b"ERR"
+        assert b"rdb_last_bgsave_status:err\r\n" in client("INFO", "persistence")
 
 
 def test_shutdown(dispatcher: Dispatcher) -> None:
