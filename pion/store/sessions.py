@@ -228,6 +228,8 @@ class Sessions:
             self._check_declared(entry, side, layer, start, end)
         loader.check_rows(self.store, entry, side, layer, start, end)
         segments = rows.segments(self.store.ref(entry), side, layer, start, end, about.row_bytes)
+        if len(segments) > limits.COMPACT_EXTENTS and self.store.fragmented is not None:
+            self.store.fragmented(entry, quiet=True)
         if raw or about.fmt == _FP32 or (native and about.fmt == _FP16):
             return Extents(segments)
         return Extents(segments, about.fmt, about.dim)
