@@ -48,6 +48,7 @@ cdef class Rows:
     cdef vs_map *maps[2]
     cdef int used[2]
     cdef readonly uint64_t dead
+    cdef readonly uint64_t last
 
     cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept
     cdef vs_map *_grow(self, int side, Py_ssize_t layer) except NULL

@@ -161,6 +161,7 @@ cdef class Rows:
 
     Attributes:
         dead: payload bytes in the file that no extent refers to any more.
+        last: offset of the last valid record that a scan saw, 0 when that has no payload.
     """
 
     def __dealloc__(self):
@@ -433,7 +434,10 @@ cdef class Rows:
                     break
                 if h.state != FR_VALID:
                     self.dead += fr_total(&h)
-                elif h.kind == VS_STORE:
+                    s.offset += fr_total(&h)
+                    continue
+                self.last = s.offset if h.payload_len else 0
+                if h.kind == VS_STORE:
                     stride = <uint32_t>q_row_bytes(h.fmt, h.dim)
                     if h.side > 1 or h.layer >= VS_LAYERS or <uint64_t>stride * h.count != h.payload_len:
                         raise DamageError(s.offset, "rows do not fit their header")

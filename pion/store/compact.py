@@ -20,7 +20,7 @@ from pion._core import framing, vstore
 from pion._core.stream import FdRef
 from pion.errors import CommandError
 from pion.store import layout, loader
-from pion.store.entries import DamagedError, Entry
+from pion.store.entries import Entry
 from pion.store.store import Store
 
 log = logging.getLogger("pion.store")
@@ -52,7 +52,7 @@ def compact(store: Store, entry: Entry) -> bool:
     """
     try:
         return _compact(store, entry)
-    except (OSError, DamagedError, vstore.DamageError) as error:
+    except (OSError, CommandError, vstore.DamageError) as error:
         log.warning("entry %r could not be compacted: %s", entry.name, error)
         return False
 
@@ -60,7 +60,7 @@ def compact(store: Store, entry: Entry) -> bool:
 def _compact(store: Store, entry: Entry) -> bool:
     loader.precheck(store, entry)
     with store.lock:
-        if entry.gone or entry.rows is None or entry.writers:
+        if entry.gone or entry.rows is None or entry.writers or entry.compacting:
             return False
         need = entry.disk
         if need > store.max_bytes // 8 and store.totals.disk + store.held_bytes() + need > store.max_bytes:
@@ -71,12 +71,14 @@ def _compact(store: Store, entry: Entry) -> bool:
             return False
         loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
         job = _Job(store, entry)
+        entry.compacting = True
         store.totals.disk += need  # both files are on the disk for a while
     try:
         return job.run()
     finally:
         job.close()
         with store.lock:
+            entry.compacting = False
             store.totals.disk -= need
 
 
@@ -91,7 +93,8 @@ class _Job:
         self.payloads = [*([entry.blocks] if entry.blocks else []), *entry.states.values()]
         self.fresh = Entry(entry.key, layout.new_generation())
         self.fresh.seed = loader.seed_of(self.fresh.generation)
-        self.fresh.describe(list(entry.sides), entry.declared)
+        self.fresh.describe(entry.sides, entry.declared)
+        self.fresh.states = {}
         self.rows = self.fresh.rows = vstore.Rows()
         fd, self.temporary = store.files.scratch(entry.path)
         self.target = FdRef(fd)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pion import limits
+from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, startup
 from pion.store.durability import Upkeep, save_copy
@@ -75,7 +76,7 @@ class Engine(SessionMethods, PrefixMethods):
         wal: bool = True,
         ns_prefix: str = "",
         databases: int = limits.DATABASES,
-        keyspace: Any = None,
+        keyspace: Keyspace | None = None,
         ticker: bool = True,
     ) -> None:
         if appendfsync not in POLICIES:
@@ -136,11 +137,9 @@ class Engine(SessionMethods, PrefixMethods):
                 raise StartupError(f"data directory {self.root}: {error}") from error
         self._files = files
 
-    def _open_keyspace(self, keyspace: Any, databases: int, appendfsync: str) -> Any:
+    def _open_keyspace(self, keyspace: Keyspace | None, databases: int, appendfsync: str) -> Keyspace:
         if keyspace is not None:
             return keyspace
-        from pion._core.keyspace import Keyspace
-
         keyspace = Keyspace(databases)
         if self.root is not None and self.wal:
             from pion.store.keyspace import KeyspaceStore

@@ -70,9 +70,12 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
         False when there is no such entry after all: the file is gone, foreign or damaged.
     """
     try:
+        unsure = entry.dirty
         store.recounted(entry, lambda: _read(store, entry))
         if thorough:
             check_all(store, entry)
+        elif unsure and entry.rows is not None and entry.rows.last:
+            _check(store, entry, [entry.rows.last])
     except FileNotFoundError:
         log.warning("entry %r: its file is gone", entry.name)
         if store.index is not None:
@@ -111,7 +114,8 @@ def _read(store: Store, entry: Entry) -> None:
     entry.recount()
     store.opened(entry)
     if known != entry.size and not entry.dirty:
-        store.mark_dirty(entry)  # somebody changed the file behind our back
+        log.warning("entry %r: its file has %d bytes of records, the index says %d", entry.name, entry.size, known)
+        store.mark_dirty(entry)
 
 
 def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> None:

@@ -131,6 +131,8 @@ class Store:
 
     def slot(self, entry: Entry, side: int) -> int:
         """The session number of a side: the smallest that is free."""
+        if entry.slots is None:
+            entry.slots = [None, None]
         slot = entry.slots[side]
         if slot is None:
             if self._free_slots:
@@ -170,7 +172,7 @@ class Store:
         except OSError as error:
             raise StorageError(f"ERR the entry could not be created: {error.strerror}") from error
         entry.ref = FdRef(fd)
-        entry.rows = vstore.Rows()
+        entry.rows, entry.states = vstore.Rows(), {}
         entry.size = entry.base = len(data)
         if over is not None:
             self.forget(over, "replaced by a REGISTER with REPLACE")
@@ -264,10 +266,10 @@ class Store:
         for group in (self.unsynced, self.restless, self.used):
             group.discard(entry)
         self._open.pop(entry, None)
-        for side, slot in enumerate(entry.slots):
+        for slot in entry.slots or ():
             if slot is not None:
                 heapq.heappush(self._free_slots, slot)
-                entry.slots[side] = None
+        entry.slots = None
         self.ends[entry.key] = reason
         self.ends.move_to_end(entry.key)
         if len(self.ends) > REMEMBERED:

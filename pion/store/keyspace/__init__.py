@@ -1,0 +1,1 @@
+"""The durable keyspace: log, snapshots, replay."""
