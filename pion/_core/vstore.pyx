@@ -333,6 +333,15 @@ cdef class Rows:
             i += 1
         return out
 
+    def doubtful(self) -> bool:
+        """Some payload has not been compared with its checksum yet."""
+        cdef int side, i
+        for side in range(2):
+            for i in range(self.used[side]):
+                if self.maps[side][i].unchecked:
+                    return True
+        return False
+
     def mark_checked(self, records) -> None:
         """These records (offsets) are intact."""
         cdef set known = set(records)

@@ -172,8 +172,8 @@ class Upkeep:
         if store.index is not None and used:
             with store.lock:
                 store.index.used([(entry.key, entry.used) for entry in used if not entry.gone])
-            if store.index.bloated:
-                self.rewrite_index()
+        if store.index is not None and store.index.bloated:
+            self.rewrite_index()
 
     def seal(self, entries: Iterable[Entry]) -> None:
         """Tell the index what quiet entries hold; one that has been written to meanwhile waits for its next turn."""

@@ -188,11 +188,17 @@ class Sessions:
 
     def prepare(self, sid: bytes) -> None:
         """Compare the checksums of a session without holding the lock; a later fetch does not read for that."""
-        key, _ = locate(sid)
-        with self.store.lock:
-            entry = self.store.get(key)
+        entry = self.load(locate(sid)[0])
         if entry is not None:
             loader.precheck(self.store, entry)
+
+    def load(self, key: bytes) -> Entry | None:
+        """Read an entry's headers, most of the time without holding the lock."""
+        entry = self.store.entries.get(key)
+        if entry is not None:
+            loader.warm(self.store, entry)
+        with self.store.lock:
+            return self.store.get(key)
 
     def fetch_range(self, sid: bytes, layer: int, start: int, end: int, native: bool, raw: bool) -> Extents | None:
         """Rows [start, end) of one layer; None when the layer has none of them."""
