@@ -38,6 +38,7 @@ def main(port, namespace, tokens, dtype, answer):
         for array in (layer.keys, layer.values):
             half = array[..., : len(ids), :].astype(mx.float16)
             sums.append(hashlib.sha256(bytes(memoryview(mx.contiguous(half)))).hexdigest())
+    offset, dtype = cache[0].offset, str(cache[0].keys.dtype)
     step, out = [1, *ids[:3]], []
     while len(out) < int(answer):
         logits = model(mx.array([step]), cache=cache)[0, -1]
@@ -49,8 +50,8 @@ def main(port, namespace, tokens, dtype, answer):
             {
                 "hits": stats["hits"],
                 "misses": stats["misses"],
-                "offset": cache[0].offset - len([1, *ids[:3]]) - len(out) + 1 if out else cache[0].offset,
-                "dtype": str(cache[0].keys.dtype),
+                "offset": offset,
+                "dtype": dtype,
                 "sums": sums,
                 "answer": out,
                 "commit": pc.resp.call("KV.PREFIX.COMMIT").decode(),
