@@ -178,5 +178,8 @@ class _Job:
             entry.recount()
 
         store.recounted(entry, change)
+        entry.synced = self.at if store.files.keeps else 0
+        if store.index is not None:
+            store.index.put(entry.key, entry.figures(clean=False))
         store.opened(entry)
         store.release(old, nbytes)

@@ -185,7 +185,7 @@ class Engine(SessionMethods, PrefixMethods):
                 if self._policy != "no":
                     self._upkeep.commit()
                 with self._store.lock:
-                    self._store.seal(list(self._store.restless), synced=self._policy != "no")
+                    self._store.seal(list(self._store.restless))
                 self._upkeep.rewrite_index(closed=True)
             except OSError as error:
                 raise StorageError(f"ERR the store was not closed in order: {error.strerror}") from error
