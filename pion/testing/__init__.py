@@ -1,0 +1,1 @@
+"""What tests of Pion and of its users start: real servers."""
