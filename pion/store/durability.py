@@ -240,7 +240,7 @@ class Upkeep:
         """Compact a prefix in this thread."""
         with self.store.lock:
             entry = self.store.get(layout.PREFIX + ns)
-        return entry is not None and compact.compact(self.store, entry)
+        return entry is not None and compact.compact(self.store, entry, patient=True)
 
     def _compact(self, entry: Entry, quiet: bool) -> None:
         try:

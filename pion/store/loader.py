@@ -243,7 +243,7 @@ def _check(store: Store, entry: Entry, records: list[int]) -> None:
 
 
 def _retire(store: Store, entry: Entry, bad: int) -> bool:
-    """Take a damaged record out when what remains is what was promised: the last record is like a torn tail, and a power
+    """Take a damaged record out when what remains is what was promised: the last one is like a torn tail, and a power
     cut may tear what was not flushed. False otherwise.
 
     Readers may hold the file, so it is not cut: the record is marked dead.

@@ -71,6 +71,7 @@ class Store:
         self.max_sessions = max_sessions
         self.max_bytes = max_bytes
         self.lock = threading.RLock()
+        self.settled = threading.Condition(self.lock)  # told when a compaction ends
         self.entries: OrderedDict[bytes, Entry] = OrderedDict()
         self.totals = Totals()
         self.clock = 0

@@ -73,8 +73,8 @@ def test_the_bytes_rewritten_stay_a_small_multiple(engine: Engine, monkeypatch: 
     copied = []
     original = compact.compact
 
-    def counted(store: object, entry: object) -> bool:
-        done = original(store, entry)  # type: ignore[arg-type]
+    def counted(store: object, entry: object, **options: bool) -> bool:
+        done = original(store, entry, **options)  # type: ignore[arg-type]
         copied.append(entry.size)  # type: ignore[attr-defined]
         return done
 

