@@ -188,11 +188,17 @@ class Sessions:
 
     def prepare(self, sid: bytes) -> None:
         """Compare the checksums of a session without holding the lock; a later fetch does not read for that."""
-        key, _ = locate(sid)
-        with self.store.lock:
-            entry = self.store.get(key)
+        entry = self.load(locate(sid)[0])
         if entry is not None:
             loader.precheck(self.store, entry)
+
+    def load(self, key: bytes) -> Entry | None:
+        """Read an entry's headers, most of the time without holding the lock."""
+        entry = self.store.entries.get(key)
+        if entry is not None:
+            loader.warm(self.store, entry)
+        with self.store.lock:
+            return self.store.get(key)
 
     def fetch_range(self, sid: bytes, layer: int, start: int, end: int, native: bool, raw: bool) -> Extents | None:
         """Rows [start, end) of one layer; None when the layer has none of them."""
@@ -228,6 +234,8 @@ class Sessions:
             self._check_declared(entry, side, layer, start, end)
         loader.check_rows(self.store, entry, side, layer, start, end)
         segments = rows.segments(self.store.ref(entry), side, layer, start, end, about.row_bytes)
+        if len(segments) > limits.COMPACT_EXTENTS and self.store.fragmented is not None:
+            self.store.fragmented(entry, quiet=True)
         if raw or about.fmt == _FP32 or (native and about.fmt == _FP16):
             return Extents(segments)
         return Extents(segments, about.fmt, about.dim)

@@ -48,6 +48,8 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, i
         known = idx.load(lambda fd, start, end: files.keep_tail(index.NAME, fd, start, end))
     if known.tail:
         log.warning("index: cut %d bytes that are no record (%s)", known.tail, known.reason)
+    for name in foreign_originals(files.root):
+        log.warning("%s is a snapshot of another Pion: it is neither read nor overwritten", name)
     idx.opened()
     for figures in known.entries.values():
         if not known.trusted or not (known.same_boot or figures.flags & index.SYNCED):
@@ -145,6 +147,8 @@ def _adopt(store: Store, files: DiskFiles, path: str) -> bool:
     with store.lock:
         try:
             fd = files.open(path)
+        except FileNotFoundError:
+            return True  # dropped since the directory was read
         except OSError:
             return False
         try:

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from pion._core import vstore
 from pion._core.stream import FdRef
@@ -50,6 +50,12 @@ class Totals:
     unsynced: int = 0
 
 
+class Fragmented(Protocol):
+    """Told of entries that may be in too many pieces; `quiet`: one that is being read."""
+
+    def __call__(self, entry: Entry, *, quiet: bool = False) -> None: ...
+
+
 class Store:
     """Entries by key, least recently used first.
 
@@ -77,7 +83,7 @@ class Store:
         self.used: set[Entry] = set()  # whose clock the index does not know yet
         self.ends: OrderedDict[bytes, str] = OrderedDict()
         self.on_drop: Callable[[Entry], None] | None = None
-        self.fragmented: Callable[[Entry], None] | None = None
+        self.fragmented: Fragmented | None = None
         self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
         self._open: OrderedDict[Entry, None] = OrderedDict()
         self._free_slots: list[int] = []
