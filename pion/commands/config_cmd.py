@@ -74,6 +74,7 @@ def _apply(ctx: Context, changes: dict[str, Any]) -> None:
         ctx.auth.set_password(changes["requirepass"])
     if "slowlog_log_slower_than" in changes:
         state.slowlog.threshold_us = changes["slowlog_log_slower_than"]
+        state.choose_door()
     if "slowlog_max_len" in changes:
         state.slowlog.max_len = changes["slowlog_max_len"]
     if "loglevel" in changes:

@@ -85,6 +85,10 @@ class Dispatcher:
         self.auth = auth or Authenticator()
         self.server = server or ServerState()
         self.server.engine = engine
+        if options is not None:
+            self.server.maxmemory = options.maxmemory
+            self.server.slowlog.threshold_us = options.slowlog_log_slower_than
+            self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None
         self._fast_ids: dict[str, int] = {}
 
@@ -98,6 +102,7 @@ class Dispatcher:
         from pion._core import plane as core
 
         self._plane = self.server.plane = plane
+        self.server.choose_door()
         self._fast_ids = {record.name: getattr(core, f"FAST_{record.fast}") for record in self._fast_records()}
 
     def _fast_records(self) -> list[table.Command]:

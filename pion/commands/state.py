@@ -18,6 +18,7 @@ from pion import limits
 from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
+_FAST_COMMAND_US = 1000  # a slow log from this threshold on would not see a fast command
 _SAMPLES = 16  # of a tenth of a second each, as Redis averages its instantaneous figures
 
 
@@ -194,17 +195,21 @@ class ServerState:
             self._unpaused = self.new_event()
         self._pause_end = max(end, self._pause_end) if self.paused else end
         self.paused = "all" if "all" in (mode, self.paused) else "write"
-        if self.plane is not None:
-            self.plane.fast_enabled = False
+        self.choose_door()
 
     def unpause(self) -> None:
         """Lets the held commands run."""
         if self.paused is None:
             return
         self.paused = None
-        if self.plane is not None:
-            self.plane.fast_enabled = True
+        self.choose_door()
         self._unpaused.set()
+
+    def choose_door(self) -> None:
+        """Lets the plane run fast commands itself, unless a pause holds them or the slow log wants every one."""
+        if self.plane is not None:
+            logs_everything = 0 <= self.slowlog.threshold_us < _FAST_COMMAND_US
+            self.plane.fast_enabled = self.paused is None and not logs_everything
 
     def holds(self, write: bool) -> bool:
         """True when a command must wait for the end of a pause."""

@@ -254,6 +254,9 @@ def incrbyfloat(ctx: Context, argv: list[bytes]) -> Any:
 def append(ctx: Context, argv: list[bytes]) -> Any:
     if ctx.ks.strlen(ctx.db, argv[1]) + len(argv[2]) > limits.STRING_MAX:
         raise CommandError(errors.STRING_TOO_LONG)
+    if not argv[2] and not ctx.ks.exists(ctx.db, argv[1]):
+        ctx.ks.set(ctx.db, argv[1], b"")  # Redis makes the key even for nothing
+        return 0
     return ctx.ks.append(ctx.db, argv[1], argv[2])
 
 

@@ -99,8 +99,7 @@ class Engine(SessionMethods, PrefixMethods):
             self._files.close()
             raise
         self._policy = appendfsync if self.wal else "no"
-        flush_log = self.keyspace_store.fsync if self.keyspace_store is not None else None
-        self._upkeep = Upkeep(self._store, self._policy, flush_log)
+        self._upkeep = Upkeep(self._store, self._policy, self.keyspace_store)
         self._tables = Tables(self.keyspace, limits.INTERNAL_DB)
         self._sessions = Sessions(self._store)
         self._prefixes = Prefixes(self._store, self.ledger, self._tables)

@@ -166,6 +166,23 @@ def check_all(store: Store, entry: Entry) -> None:
         check_payload(store, entry, payload)
 
 
+def warm(store: Store, entry: Entry) -> None:
+    """Read the headers of an entry's file without the lock and forget them: a `load` that follows finds them cached."""
+    if entry.rows is not None or not store.files.keeps:
+        return
+    try:
+        fd = store.files.open(entry.path)
+    except OSError:
+        return  # `load` says what is wrong
+    try:
+        header, _ = files.read_header(fd)
+        vstore.Rows().scan(fd, header.size, os.fstat(fd).st_size, header.seed, lambda *_: None)
+    except (OSError, framing.FramingError, vstore.DamageError):
+        return
+    finally:
+        os.close(fd)
+
+
 def precheck(store: Store, entry: Entry) -> None:
     """Compare the checksums of all rows without holding the lock, so that a later `check_rows` has little to read.
 
@@ -192,13 +209,7 @@ def precheck(store: Store, entry: Entry) -> None:
 
 def unchecked(entry: Entry) -> bool:
     """A fetch of this entry may read much more than it answers."""
-    if entry.rows is None:
-        return True
-    return any(
-        entry.rows.unchecked(side, layer, 0, _ALL_ROWS)
-        for side in (layout.KEYS, layout.VALUES)
-        for layer in range(entry.rows.layers(side))
-    )
+    return entry.rows is None or entry.rows.doubtful()
 
 
 def _check(store: Store, entry: Entry, records: list[int]) -> None:

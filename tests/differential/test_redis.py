@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.support.replies import SocketClient
 
 pytestmark = pytest.mark.compat
 EXAMPLES = settings(
-    max_examples=120,
+    max_examples=int(os.environ.get("PION_DIFFERENTIAL_EXAMPLES", "50")),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
