@@ -53,7 +53,7 @@ class Server:
         self.plane: Plane
         self.dispatcher: Dispatcher
         self._nursery: trio.Nursery
-        self._accepting = trio.CancelScope()
+        self._accepting: list[trio.CancelScope] = []  # one a listener
         self._urgent = False
 
     # --- start -----------------------------------------------------------------------------------------------------
@@ -153,7 +153,8 @@ class Server:
                 print(f"Ready to accept connections on {name}", flush=True)
             task_status.started(port)
             await self.stopping.wait()
-            self._accepting.cancel()
+            for scope in self._accepting:
+                scope.cancel()
             for sock, _ in self.listeners:
                 if sock.family != socket.AF_UNIX:
                     sock.close()
@@ -184,7 +185,8 @@ class Server:
         self.plane.resume(conn, value)
 
     async def _accept(self, listener: socket.socket, name: str) -> None:
-        with self._accepting:
+        with trio.CancelScope() as scope:
+            self._accepting.append(scope)
             while True:
                 try:
                     sock, address = listener.accept()
