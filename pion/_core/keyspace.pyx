@@ -152,8 +152,12 @@ cdef class Keyspace:
         cdef kent *e = self.find(db, key)
         return None if e == NULL else _NAMES[e.type]
 
-    def exists(self, int db, bytes key) -> bool:
-        return self.find(db, key) != NULL
+    def exists(self, int db, bytes key, bint count=False) -> bool:
+        """Whether there is such a key; with `count` as a reader asks, which is a hit or a miss and notes the use."""
+        if not count:
+            return self.find(db, key) != NULL
+        self.check(db)
+        return ks_read(self.k, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key), ks_tick(self.k)) != NULL
 
     def strlen(self, int db, bytes key) -> int:
         """Bytes of a string, 0 when there is no such key. Raises WrongTypeError."""

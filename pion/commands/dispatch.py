@@ -58,7 +58,7 @@ class Context:
 
     def now_ms(self) -> int:
         """Unix time in milliseconds, as TTLs count."""
-        return time.time_ns() // 1_000_000
+        return int(self.engine.keyspace.now_ms)
 
     async def in_thread(self, fn: Any, *args: Any) -> Any:
         """Runs a blocking call without holding up other connections."""

@@ -36,7 +36,7 @@ def unlink(ctx: Context, argv: list[bytes]) -> Any:
 @command("EXISTS", -2, "readonly fast", 1, -1, 1, "generic", "1.0.0", "How many of the keys exist.",
          "O(N) where N is the number of keys", keys="RO", fast="EXISTS")  # fmt: skip
 def exists(ctx: Context, argv: list[bytes]) -> Any:
-    return sum(bool(ctx.ks.exists(ctx.db, key)) for key in argv[1:])
+    return sum(bool(ctx.ks.exists(ctx.db, key, count=True)) for key in argv[1:])
 
 
 @command("TOUCH", -2, "readonly fast", 1, -1, 1, "generic", "3.2.1", "Marks keys as used; answers how many exist.",
