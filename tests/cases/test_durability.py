@@ -45,7 +45,6 @@ def killed(tmp_path: Path) -> Process:
         for i, value in enumerate(VALUES):
             conn.ok("SET", f"k{i}", value)
     process.kill()
-    process.lines.clear()
     return process
 
 
