@@ -48,6 +48,11 @@ cdef extern from "framing.h" nogil:
         uint8_t kind
         uint8_t db
 
+    void fr_put32(uint8_t *p, uint32_t v)
+    void fr_put64(uint8_t *p, uint64_t v)
+    uint32_t fr_get32(const uint8_t *p)
+    uint64_t fr_get64(const uint8_t *p)
+    ssize_t fr_pread(int fd, void *buf, size_t n, uint64_t offset)
     uint64_t fr_round(uint64_t n, uint64_t align)
     uint32_t fr_seed(uint64_t generation)
     uint64_t fr_total(const fr_header *h)

@@ -14,8 +14,9 @@ from libc.string cimport memcpy, memset
 __all__ = [
     "ALIGN", "DEAD", "HEADER_SIZE", "KIND_FILE", "MAGIC", "PENDING", "VALID", "VERSION",
     "FileHeader", "FramingError", "Header", "LogRecord", "Scanner",
-    "align_up", "crc32c", "crc32c_combine", "crc32c_portable", "crc_file", "pack_attrs", "pack_file_header", "pack_header",
-    "pack_log", "read_file_header", "resync", "seed_of", "unpack_attrs", "unpack_file_header", "unpack_header", "unpack_log",
+    "align_up", "crc32c", "crc32c_combine", "crc32c_portable", "crc_file", "pack_attrs", "pack_file_header",
+    "pack_header", "pack_log", "read_file_header", "resync", "seed_of", "unpack_attrs", "unpack_file_header",
+    "unpack_header", "unpack_log",
 ]
 
 MAGIC = FR_MAGIC
