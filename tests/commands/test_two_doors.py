@@ -26,6 +26,14 @@ KEYS = [b"k%d" % i for i in range(6)] + [b"", b"missing", b"\xff\x00\r\n", b"ns"
 VALUES = [b"", b"0", b"-1", b"41", b"9223372036854775807", b"01", b" 1", b"1.5", b"text", b"x" * 300, b"y" * 70_000]
 HASHES = struct.pack("<4Q", 1, 2, 3, 1 << 63)
 WORDS = [b"NX", b"XX", b"GET", b"EX", b"100", b"-5", b"KEEPTTL", b"4", b"2", HASHES, HASHES[:16], HASHES[:7]]
+# Arguments that chance would hardly put together.
+EXAMPLES: dict[str, list[tuple[bytes, ...]]] = {
+    "kv.prefix.membership": [
+        *((key, b"4", HASHES) for key in KEYS[:3]),
+        *((key, b"2", HASHES[16:]) for key in KEYS[:3]),
+        *((key, b"0", b"") for key in KEYS[:3]),
+    ],
+}
 
 
 class Door:
@@ -66,7 +74,7 @@ class Door:
     def counters(self) -> dict[str, Any]:
         ks = self.engine.keyspace
         return {
-            "stats": ks.stats,
+            "keyspace": (ks.hits, ks.misses, ks.dirty),
             "sizes": [ks.size(db) for db in range(16)],
             "used": ks.used_bytes,
             "commands": self.plane.stats["commands_processed"],
@@ -102,6 +110,8 @@ def _generated(rng: random.Random, record: table.Command) -> bytes:
     argc = rng.choice([least, least, least, least + 1, least + 2, least + 3, least - 1, 3])
     positions = record.key_positions(argc + 1)
     parts = [rng.choice(KEYS) if i in positions else rng.choice(KEYS + VALUES + WORDS) for i in range(1, argc + 1)]
+    if record.name in EXAMPLES and rng.random() < 0.3:
+        parts = list(rng.choice(EXAMPLES[record.name]))
     name = record.name.encode()
     return frame(rng.choice([name, name.upper(), name.title()]), *parts)
 
