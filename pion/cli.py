@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "server":
         return server_main(rest)
-    if command == "demo" and importlib.util.find_spec("pion.demo") is not None:
+    if command == "demo" and importlib.util.find_spec("pion.demo.runner") is not None:
         demo = importlib.import_module("pion.demo")
         return int(demo.main(rest))
     if command in ("demo", "inspect", "check", "top", "bench", "import"):

@@ -110,6 +110,10 @@ ZRANGE_LIMIT: Final = "ERR syntax error, LIMIT is only supported in combination 
 ZRANGE_LEX_SCORES: Final = "ERR syntax error, WITHSCORES not supported in combination with BYLEX"
 
 # --- server -------------------------------------------------------------------------------------------------------
+NO_LFU: Final = (
+    "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
+    "between policies at runtime LRU and LFU data will take some time to adjust."
+)
 MISCONF_LOG: Final = "MISCONF Errors writing to the log: {reason}"
 CONFIG_UNKNOWN: Final = "ERR Unknown option or number of arguments for CONFIG SET - '{name}'"
 CONFIG_FAILED: Final = "ERR CONFIG SET failed (possibly related to argument '{name}') - {reason}"

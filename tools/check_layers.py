@@ -65,7 +65,8 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[a
 
 
 def matches(module: str, names: tuple[str, ...]) -> bool:
-    return any(module == f"pion.{name}" or module.startswith(f"pion.{name}.") for name in names)
+    """Whether the module is one of the names, inside one, or starts with one that ends in an underscore."""
+    return any(module == f"pion.{name}" or module.startswith(f"pion.{name}.".replace("_.", "_")) for name in names)
 
 
 def check_file(path: Path, root: Path) -> Iterator[str]:

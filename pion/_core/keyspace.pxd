@@ -71,7 +71,6 @@ cdef extern from "keyspace.h" nogil:
         klog_drop *drops
         size_t ndrops
         size_t drops_written
-        uint64_t *fresh
         size_t nfresh
 
     struct ks:
@@ -104,6 +103,9 @@ cdef extern from "keyspace.h" nogil:
 
     size_t klog_pending(const klog *g)
     uint64_t klog_position(const klog *g)
+    uint64_t klog_written(const klog *g)
+    void klog_clear(klog *g)
+    int ks_fsync(int fd)
     void klog_init(klog *g)
     void klog_append(klog *g, uint8_t kind, uint8_t db, const void *key, size_t klen, const void *value, size_t vlen,
                      kval *v, uint64_t expire)
@@ -114,6 +116,8 @@ cdef extern from "keyspace.h" nogil:
     void klog_free(klog *g)
     void klog_drop_blob(klog *g, uint64_t blob)
     int klog_fresh_blob(klog *g, uint64_t blob)
+    size_t klog_take_fresh(klog *g, uint64_t *out, size_t most)
+    int ks_blob_sync(int dirfd, const uint64_t *blobs, size_t n)
     size_t klog_take_drops(klog *g, uint64_t *out, size_t most)
     int64_t klog_resync(int fd, uint64_t offset, uint64_t end, uint32_t seed, int *error)
     int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc)

@@ -152,8 +152,12 @@ cdef class Keyspace:
         cdef kent *e = self.find(db, key)
         return None if e == NULL else _NAMES[e.type]
 
-    def exists(self, int db, bytes key) -> bool:
-        return self.find(db, key) != NULL
+    def exists(self, int db, bytes key, bint count=False) -> bool:
+        """Whether there is such a key; with `count` as a reader asks, which is a hit or a miss and notes the use."""
+        if not count:
+            return self.find(db, key) != NULL
+        self.check(db)
+        return ks_read(self.k, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key), ks_tick(self.k)) != NULL
 
     def strlen(self, int db, bytes key) -> int:
         """Bytes of a string, 0 when there is no such key. Raises WrongTypeError."""
@@ -290,33 +294,35 @@ cdef class Keyspace:
             return False
         if source == target and to == db:
             return True
-        cdef kent *old = self.find(to, target)
-        if old != NULL:
-            ks_delete(self.k, old)
-            e = self.find(db, source)
         expire, nbytes, kind = e.expire, e.bytes - kent_own_bytes(e.klen), e.type
         if ks_reserve_due(self.k, expire):
             raise MemoryError
         if kind == KS_STRING and ks_logs(self.k, to):
             _raise(ks_blob_save(self.k, e.v))
+        klog_group_begin(&self.k.log)
+        cdef kent *old = self.find(to, target)
+        if old != NULL:
+            ks_delete(self.k, old)
         moved = ks_insert(
             self.k, to, ks_hash(self.k, PyBytes_AS_STRING(target), PyBytes_GET_SIZE(target)),
             PyBytes_AS_STRING(target), PyBytes_GET_SIZE(target),
         )
         if moved == NULL:
+            klog_group_end(&self.k.log)
             raise MemoryError
         moved.value, moved.type, moved.clock = e.value, e.type, e.clock
         e.value, e.type = NULL, KS_NONE
         ks_account(self.k, moved, kent_own_bytes(moved.klen) + nbytes)
-        ks_schedule(self.k, moved, expire)
         ks_delete(self.k, e)
+        ks_schedule(self.k, moved, expire)
         if kind == KS_STRING:
             ks_log_string(self.k, moved)
         elif self.codec is not None:
-            for effect, payload in self.codec.dump(<object>moved.value):
-                self.log(effect, to, target, payload)
-            if expire:
+            for effect, items in self.codec.dump(<object>moved.value):
+                self.log(effect, to, target, items)
+            if expire and ks_logs(self.k, to):
                 klog_append(&self.k.log, KS_LOG_EXPIRE, to, moved.key, moved.klen, b"", 0, NULL, expire)
+        klog_group_end(&self.k.log)
         self.drain()
         return True
 
@@ -423,7 +429,7 @@ cdef class Keyspace:
                     PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload), NULL, 0)
 
     def attach_log(self, int fd, uint64_t offset, uint32_t seed, *, str policy="everysec", int blob_fd=-1,
-                   codec=None) -> None:
+                   codec=None, int error=0) -> None:
         """Log every further change to an open file from `offset` on. The descriptors stay the caller's.
 
         Args:
@@ -431,20 +437,30 @@ cdef class Keyspace:
             policy: "no", "everysec" or "always" (`flush_log` makes durable what it writes).
             blob_fd: directory for the files of large values; -1 keeps them in the log.
             codec: turns objects into effects (`dump`), needed by `rename`.
+            error: refuse writers for this errno until `accept`. Pending records are then dropped: a snapshot follows.
         """
         cdef klog *g = &self.k.log
         cdef uint64_t position = klog_position(g)
-        if klog_pending(g):
+        if error:
+            klog_clear(g)
+            position = klog_position(g)
+        elif klog_pending(g):
             raise ValueError("the log attached before has unwritten records")
         g.policy = _POLICIES[policy]
         g.base = position - offset if position > offset else 0  # positions go on from file to file
         g.size = offset
         g.fd, g.blob_fd, g.seed = fd, blob_fd, seed
-        g.error = g.sync_error = g.lost = 0
+        g.error, g.lost = error, error
+        if error:
+            g.sync_error = 0
         g.records = 0
         g.marked = klog_position(g)
         if codec is not None:
             self.codec = codec
+
+    def accept(self) -> None:
+        """After `attach_log(error=...)`: a complete snapshot stands beside the new log, writers are welcome again."""
+        self.k.log.error = self.k.log.lost = 0
 
     def detach_log(self) -> None:
         """Stop logging; what is pending is forgotten."""
@@ -483,6 +499,16 @@ cdef class Keyspace:
     def refuses(self) -> int:
         """errno of the failure for which writers are to be refused, 0: none."""
         return ks_refuses(self.k)
+
+    @property
+    def log_error(self) -> int:
+        """errno of a write of the log that failed, 0: none."""
+        return self.k.log.error
+
+    @property
+    def sync_error(self) -> int:
+        """errno of a sync of the log that failed, 0: none."""
+        return self.k.log.sync_error
 
     @property
     def log_bytes(self) -> int:

@@ -57,13 +57,14 @@ struct klog_drop {
 };
 
 typedef struct klog {
+    pthread_mutex_t lock; /* over drops and fresh, which the syncing thread takes from */
     int fd;      /* -1: nothing is logged */
     int blob_fd; /* directory of the value files, -1: none */
     int policy;
     int error;      /* errno of a failed write; refuses writers */
     int sync_error; /* errno of a failed sync */
     uint32_t seed;
-    uint64_t size;    /* bytes of whole records in the file */
+    uint64_t size;    /* bytes of whole records in the file (atomic) */
     uint64_t base;    /* position at which this file begins: position = base + offset */
     uint64_t synced;  /* position up to which everything is on disk (atomic) */
     uint64_t marked;  /* `synced` of the last KS_LOG_SYNC record */
@@ -79,12 +80,13 @@ typedef struct klog {
     size_t nfresh, cap_fresh;
     size_t group_at; /* buffer offset of an open GROUP record */
     uint64_t group_start;
-    int in_group;
+    int in_group; /* depth */
     int lost; /* a record could not be buffered: only a new generation brings log and table together again */
 } klog;
 
 static inline void klog_init(klog *g) {
     memset(g, 0, sizeof *g);
+    pthread_mutex_init(&g->lock, NULL);
     g->fd = g->blob_fd = -1;
 }
 
@@ -92,6 +94,9 @@ static inline size_t klog_pending(const klog *g) { return g->len + g->by_ref; }
 
 /* Position behind the last record, written or not. Positions grow over all generations. */
 static inline uint64_t klog_position(const klog *g) { return g->base + g->size + klog_pending(g); }
+
+/* Position behind the last record in the file; any thread may ask. */
+static inline uint64_t klog_written(const klog *g) { return g->base + __atomic_load_n(&g->size, __ATOMIC_ACQUIRE); }
 
 static inline int klog_reserve(void **array, size_t *cap, size_t need, size_t item) {
     if (need <= *cap) return 0;
@@ -137,6 +142,18 @@ static inline int ks_pwritev_all(int fd, struct iovec *iov, int n, uint64_t offs
     return 0;
 }
 
+static inline void klog_append(klog *g, uint8_t kind, uint8_t db, const void *key, size_t klen, const void *value,
+                               size_t vlen, kval *v, uint64_t expire);
+
+/* In front of a batch: say how much of this file is known to be on disk. */
+static inline void klog_mark(klog *g) {
+    const uint64_t synced = __atomic_load_n(&g->synced, __ATOMIC_ACQUIRE);
+    if (synced <= g->marked || synced <= g->base || klog_pending(g)) return;
+    const uint64_t offset = synced - g->base;
+    g->marked = synced;
+    klog_append(g, KS_LOG_SYNC, 0, "", 0, &offset, 8, NULL, 0);
+}
+
 /* Append one record. `v` (or NULL) may be the value, which is then referenced instead of copied when large. Memory that
  * cannot be had counts as a failed write. */
 static inline void klog_append(klog *g, uint8_t kind, uint8_t db, const void *key, size_t klen, const void *value,
@@ -146,6 +163,7 @@ static inline void klog_append(klog *g, uint8_t kind, uint8_t db, const void *ke
         g->lost = 1;
         return;
     }
+    klog_mark(g);
     const int by_ref = v && vlen >= KS_LOG_BY_REF;
     const size_t inline_len = FR_LOG_HEADER + klen + (by_ref ? 0 : vlen);
     if (klog_reserve((void **)&g->buf, &g->cap, g->len + inline_len, 1) ||
@@ -169,10 +187,10 @@ static inline void klog_append(klog *g, uint8_t kind, uint8_t db, const void *ke
     g->records++;
 }
 
-/* Records up to klog_group_end count together or not at all. */
+/* Records up to klog_group_end count together or not at all. Groups nest; the outermost counts. */
 static inline void klog_group_begin(klog *g) {
-    if (g->fd < 0 || g->in_group) return;
-    g->in_group = 1;
+    if (g->fd < 0 || g->in_group++) return;
+    klog_mark(g);
     g->group_at = g->len;
     const uint64_t nothing = 0;
     klog_append(g, KS_LOG_GROUP, 0, "", 0, &nothing, 8, NULL, 0);
@@ -180,8 +198,7 @@ static inline void klog_group_begin(klog *g) {
 }
 
 static inline void klog_group_end(klog *g) {
-    if (!g->in_group) return;
-    g->in_group = 0;
+    if (!g->in_group || --g->in_group) return;
     const uint64_t bytes = klog_position(g) - g->group_start;
     if (g->error) return;
     if (!bytes) { /* nothing happened: take the record back */
@@ -229,13 +246,25 @@ static inline int klog_write(klog *g) {
     return rc;
 }
 
-/* Make all value files written since the last sync durable, and their names. */
-static inline int klog_sync_blobs(klog *g) {
-    if (!g->nfresh) return 0;
-    for (size_t i = 0; i < g->nfresh; i++) {
+/* Move the oldest of the value files written since the last sync to `out`; returns how many. */
+static inline size_t klog_take_fresh(klog *g, uint64_t *out, size_t most) {
+    pthread_mutex_lock(&g->lock);
+    const size_t n = g->nfresh < most ? g->nfresh : most;
+    if (n) {
+        memcpy(out, g->fresh, n * sizeof *out);
+        memmove(g->fresh, g->fresh + n, (g->nfresh - n) * sizeof *out);
+    }
+    g->nfresh -= n;
+    pthread_mutex_unlock(&g->lock);
+    return n;
+}
+
+/* Make these value files and their names durable. */
+static inline int ks_blob_sync(int dirfd, const uint64_t *blobs, size_t n) {
+    for (size_t i = 0; i < n; i++) {
         char name[24];
-        snprintf(name, sizeof name, "%016llx", (unsigned long long)g->fresh[i]);
-        const int fd = openat(g->blob_fd, name, O_RDONLY | O_CLOEXEC);
+        snprintf(name, sizeof name, "%016llx", (unsigned long long)blobs[i]);
+        const int fd = openat(dirfd, name, O_RDONLY | O_CLOEXEC);
         if (fd < 0) {
             if (errno == ENOENT) continue; /* dropped since */
             return -errno;
@@ -244,8 +273,16 @@ static inline int klog_sync_blobs(klog *g) {
         close(fd);
         if (rc) return rc;
     }
-    if (fsync(g->blob_fd)) return -errno;
-    g->nfresh = 0;
+    return n && fsync(dirfd) ? -errno : 0;
+}
+
+static inline int klog_sync_blobs(klog *g) {
+    uint64_t blobs[64];
+    size_t n;
+    while ((n = klog_take_fresh(g, blobs, 64))) {
+        const int rc = ks_blob_sync(g->blob_fd, blobs, n);
+        if (rc) return rc;
+    }
     return 0;
 }
 
@@ -255,12 +292,6 @@ static inline int klog_flush(klog *g) {
     if (g->error) return -g->error;
     if (g->sync_error && g->policy == KS_SYNC_ALWAYS) return -g->sync_error;
     if (!klog_pending(g)) return 0;
-    const uint64_t synced = __atomic_load_n(&g->synced, __ATOMIC_ACQUIRE);
-    if (synced > g->marked && synced > g->base && !g->in_group) {
-        const uint64_t offset = synced - g->base;
-        g->marked = synced;
-        klog_append(g, KS_LOG_SYNC, 0, "", 0, &offset, 8, NULL, 0);
-    }
     const int rc = klog_write(g);
     if (rc) {
         /* Should even this fail, replay stops at the torn record, and a retry writes over it. */
@@ -268,10 +299,14 @@ static inline int klog_flush(klog *g) {
         g->error = -rc;
         return rc;
     }
-    g->size += klog_pending(g);
+    const uint64_t size = g->size + klog_pending(g), position = g->base + size;
+    __atomic_store_n(&g->size, size, __ATOMIC_RELEASE);
     klog_clear(g);
-    const uint64_t position = klog_position(g);
-    for (; g->drops_written < g->ndrops; g->drops_written++) g->drops[g->drops_written].position = position;
+    if (g->drops_written < g->ndrops) {
+        pthread_mutex_lock(&g->lock);
+        for (; g->drops_written < g->ndrops; g->drops_written++) g->drops[g->drops_written].position = position;
+        pthread_mutex_unlock(&g->lock);
+    }
     if (g->policy == KS_SYNC_ALWAYS) {
         int failed = klog_sync_blobs(g);
         if (!failed) failed = ks_fsync(g->fd);
@@ -288,13 +323,15 @@ static inline int klog_flush(klog *g) {
 static inline size_t klog_take_drops(klog *g, uint64_t *out, size_t most) {
     const uint64_t synced = __atomic_load_n(&g->synced, __ATOMIC_ACQUIRE);
     size_t n = 0;
+    pthread_mutex_lock(&g->lock);
     while (n < most && n < g->drops_written && g->drops[n].position <= synced) {
         out[n] = g->drops[n].blob;
         n++;
     }
-    memmove(g->drops, g->drops + n, (g->ndrops - n) * sizeof *g->drops);
+    if (n) memmove(g->drops, g->drops + n, (g->ndrops - n) * sizeof *g->drops);
     g->ndrops -= n;
     g->drops_written -= n;
+    pthread_mutex_unlock(&g->lock);
     return n;
 }
 
@@ -307,16 +344,22 @@ static inline int klog_retry(klog *g) {
 
 /* The file `blob` is no longer needed once the records appended so far (and in this batch) are on disk. */
 static inline void klog_drop_blob(klog *g, uint64_t blob) {
-    if (g->blob_fd < 0 || klog_reserve((void **)&g->drops, &g->cap_drops, g->ndrops + 1, sizeof *g->drops)) return;
-    g->drops[g->ndrops].blob = blob;
-    g->drops[g->ndrops++].position = UINT64_MAX;
+    if (g->blob_fd < 0) return;
+    pthread_mutex_lock(&g->lock);
+    if (!klog_reserve((void **)&g->drops, &g->cap_drops, g->ndrops + 1, sizeof *g->drops)) {
+        g->drops[g->ndrops].blob = blob;
+        g->drops[g->ndrops++].position = UINT64_MAX;
+    } /* else the file stays until the next start */
+    pthread_mutex_unlock(&g->lock);
 }
 
 /* Remember that a mover or this thread wrote the file `blob`. */
 static inline int klog_fresh_blob(klog *g, uint64_t blob) {
-    if (klog_reserve((void **)&g->fresh, &g->cap_fresh, g->nfresh + 1, sizeof *g->fresh)) return -ENOMEM;
-    g->fresh[g->nfresh++] = blob;
-    return 0;
+    pthread_mutex_lock(&g->lock);
+    const int rc = klog_reserve((void **)&g->fresh, &g->cap_fresh, g->nfresh + 1, sizeof *g->fresh);
+    if (!rc) g->fresh[g->nfresh++] = blob;
+    pthread_mutex_unlock(&g->lock);
+    return rc;
 }
 
 /* Offset of the first record at or after `offset` that is whole, or -1: tells damage in the middle from a torn tail. */
@@ -359,6 +402,7 @@ static inline void klog_free(klog *g) {
     free(g->pieces);
     free(g->drops);
     free(g->fresh);
+    pthread_mutex_destroy(&g->lock);
     klog_init(g);
 }
 

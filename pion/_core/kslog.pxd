@@ -41,5 +41,6 @@ cdef class Snapshot:
     cdef uint64_t cursor
     cdef uint64_t pointed
     cdef bint blobs
+    cdef bint renew
     cdef list large
     cdef int record(self, kent *e) except -1

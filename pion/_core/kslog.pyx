@@ -25,11 +25,9 @@ from pion._core.items cimport pack_items
 from pion._core.keyspace cimport *
 
 __all__ = [
-    "KIND_END", "LargeValue", "Loaded", "Loader", "Snapshot", "begin_sync", "blob_files", "end_sync", "resync_log",
-    "take_drops", "write_blob",
+    "LargeValue", "Loaded", "Loader", "Snapshot", "blob_files", "drops_waiting", "end_sync", "resync_log", "sync_blobs",
+    "sync_file", "synced", "take_drops", "write_blob", "written",
 ]
-
-KIND_END = KS_LOG_END
 
 cdef enum:
     WINDOW = 4 << 20
@@ -350,9 +348,11 @@ cdef class Snapshot:
         seed: of the snapshot file's generation.
         codec: `dump(object)` gives (kind, items) pairs that build the object.
         blobs: large values get files (`large` of each slice); else they stand in the snapshot.
+        renew: write all of these files anew, as the disk may have lost them.
     """
 
-    def __cinit__(self, Keyspace keyspace, uint32_t seed, codec, bint blobs=True):
+    def __cinit__(self, Keyspace keyspace, uint32_t seed, codec, bint blobs=True, bint renew=False):
+        self.renew = renew
         self.keyspace = keyspace
         self.codec = codec
         self.blobs = blobs
@@ -402,7 +402,7 @@ cdef class Snapshot:
                 klog_append(&self.out, KS_LOG_EXPIRE, e.db, e.key, e.klen, b"", 0, NULL, e.expire)
         elif not self.blobs or e.v.len < KS_BLOB_MIN:
             klog_append(&self.out, KS_LOG_SET, e.db, e.key, e.klen, e.v.data, e.v.len, NULL, e.expire)
-        elif kval_blob(e.v) and not e.v.flags & KV_DIRTY:
+        elif kval_blob(e.v) and not e.v.flags & KV_DIRTY and not self.renew:
             fr_put64(where, kval_blob(e.v))
             fr_put64(where + 8, e.v.len)
             fr_put32(where + 16, (<kbig *>e.v).crc)
@@ -421,7 +421,7 @@ cdef class Snapshot:
         return pack_log(KS_LOG_END, 0, b"", count, 0, self.out.seed)
 
     def settle(self, large) -> int:
-        """Note that a large value's file is written; on the keyspace's thread.
+        """Note that a large value's file is written (and durable); on the keyspace's thread.
 
         Returns the file that held an older state of the value and may go once this snapshot has taken the place of
         the generation before it; 0: none. A file whose value is gone meanwhile goes when the log says so on disk.
@@ -442,13 +442,41 @@ cdef class Snapshot:
         return old
 
 
-def begin_sync(Keyspace keyspace) -> tuple:
-    """What to make durable: (position, value files written since the last sync). To be followed by `end_sync`."""
+def written(Keyspace keyspace) -> int:
+    """Position behind the last record in the log; any thread may ask. Positions grow over all generations."""
+    return klog_written(&keyspace.k.log)
+
+
+def synced(Keyspace keyspace) -> int:
+    """Position up to which everything is on disk."""
+    return keyspace.k.log.synced
+
+
+def sync_file(int fd) -> None:
+    """Make the bytes of a file durable, down to the medium where the system can. Raises OSError."""
+    cdef int rc
+    with nogil:
+        rc = ks_fsync(fd)
+    if rc:
+        raise OSError(-rc, os.strerror(-rc))
+
+
+def sync_blobs(Keyspace keyspace) -> int:
+    """Make the value files durable that were written since the last call, and their names; returns their number.
+    Any thread, one at a time. Raises OSError."""
+    cdef uint64_t blobs[64]
     cdef klog *g = &keyspace.k.log
-    cdef size_t i
-    fresh = [g.fresh[i] for i in range(g.nfresh)]
-    g.nfresh = 0
-    return klog_position(g) - klog_pending(g), fresh
+    cdef size_t n, total = 0
+    cdef int rc
+    while True:
+        n = klog_take_fresh(g, blobs, 64)
+        if n == 0:
+            return total
+        with nogil:
+            rc = ks_blob_sync(g.blob_fd, blobs, n)
+        if rc:
+            raise OSError(-rc, os.strerror(-rc))
+        total += n
 
 
 def end_sync(Keyspace keyspace, uint64_t position, int error=0) -> None:
@@ -461,10 +489,15 @@ def end_sync(Keyspace keyspace, uint64_t position, int error=0) -> None:
 
 
 def take_drops(Keyspace keyspace) -> list:
-    """Value files to unlink now: the records that dropped them are on disk."""
+    """Some value files to unlink now: the records that dropped them are on disk. Any thread."""
     cdef uint64_t blobs[256]
     cdef size_t n = klog_take_drops(&keyspace.k.log, blobs, 256), i
-    return [blobs[i] for i in range(n)]
+    return [f"{blobs[i]:016x}" for i in range(n)]
+
+
+def drops_waiting(Keyspace keyspace) -> int:
+    """Value files that wait for their records to be on disk."""
+    return keyspace.k.log.ndrops
 
 
 def blob_files(Keyspace keyspace) -> set:

@@ -370,11 +370,12 @@ static inline kent *ks_find(ks *k, int db, const void *key, size_t klen, uint64_
 /* ks_find for commands that read: counts hit or miss and notes the use. */
 static inline kent *ks_read(ks *k, int db, const void *key, size_t klen, uint64_t now_ms) {
     kent *e = ks_find(k, db, key, klen, now_ms);
-    if (e) {
-        e->clock = (uint32_t)(now_ms >> 10);
-        k->hits++;
-    } else {
-        k->misses++;
+    if (e) e->clock = (uint32_t)(now_ms >> 10);
+    if (db < k->databases) { /* what is looked up in the internal database is no client's key */
+        if (e)
+            k->hits++;
+        else
+            k->misses++;
     }
     return e;
 }

@@ -24,7 +24,7 @@ cdef class ReplyParser:
     cdef int begin_bulk(self, char kind, int64_t n, list out) except -1
     cdef int direct(self, object target) except -1
     cdef int finish_bulk(self, list out) except -1
-    cdef object planned(self)
+    cdef object planned(self, int64_t n)
     cdef int open_aggregate(self, char kind, int64_t n, list out) except -1
     cdef int complete(self, object value, list out) except -1
     cdef int line(self, const char *s, size_t n, list out) except -1

@@ -140,9 +140,11 @@ cdef class ReplyParser:
         Args:
             outs: writable buffers. The i-th bulk of the reply (or of its outermost array; a null counts) is received
                 into ``outs[i]`` when it has exactly that many bytes, and ``outs[i]`` itself is the value. A bulk of
-                another size arrives as bytes: compare with ``is``.
+                another size arrives as bytes: compare with ``is``. Or a function ``outs(i, nbytes)`` that is called
+                when bulk i begins, -1 bytes for a null, and returns its buffer or None: one buffer can then serve
+                all bulks, because the one before is complete.
         """
-        if outs is not None:
+        if outs is not None and not callable(outs):
             outs = list(outs)
             for out in outs:
                 view = memoryview(out)
@@ -252,11 +254,13 @@ cdef class ReplyParser:
         self.dest = NULL
         return 0
 
-    cdef object planned(self):
+    cdef object planned(self, int64_t n):
         """The buffer planned for the next bulk of this reply, if its place in the reply has one."""
         if self.plan is None or len(self.stack) > 1:
             return None
         self.slot += 1
+        if callable(self.plan):
+            return self.plan(self.slot - 1, n)
         return self.plan[self.slot - 1] if self.slot <= len(self.plan) else None
 
     cdef int direct(self, object target) except -1:
@@ -274,7 +278,7 @@ cdef class ReplyParser:
     cdef int begin_bulk(self, char kind, int64_t n, list out) except -1:
         cdef _Fill fill
         if n == -1 and kind == b"$":
-            self.planned()
+            self.planned(-1)
             return self.complete(None, out)
         if n < 0 or <size_t>n > self.max_bulk:
             self.fail(f"invalid bulk length {n}")
@@ -284,7 +288,7 @@ cdef class ReplyParser:
         self.state = BODY
         if kind != b"$":
             return 0
-        target = self.planned()
+        target = self.planned(n)
         if target is not None and memoryview(target).nbytes == n:
             return self.direct(target)
         if self.bulk_len >= DIRECT:
@@ -375,7 +379,7 @@ cdef class ReplyParser:
                 self.fail("invalid aggregate length")
             return self.open_aggregate(kind, v, out)
         if kind == b"_" and n == 1:
-            self.planned()
+            self.planned(-1)
             return self.complete(None, out)
         text = s[1:n]
         if kind == b"#" and (text == b"t" or text == b"f"):

@@ -338,7 +338,7 @@ static inline ssize_t extents_send(const extents *e, extents_at *at, int sock, s
                 return errno == EAGAIN || errno == EWOULDBLOCK ? STREAM_AGAIN : -errno;
         }
     }
-    const char *p;
+    const char *p = NULL;
     ssize_t n = extents_window(e, at, s, max, 0, &p);
     if (n <= 0) return n;
     do sent = send(sock, p, (size_t)n, MSG_DONTWAIT | STREAM_NOSIGNAL);

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from pion._core.framing cimport fr_header
+from pion._core.framing cimport fr_header, fr_scan
 
 
 cdef extern from "vstore.h" nogil:
@@ -48,8 +48,17 @@ cdef class Rows:
     cdef vs_map *maps[2]
     cdef int used[2]
     cdef readonly uint64_t dead
+    cdef readonly uint64_t last
 
-    cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept
-    cdef vs_map *_grow(self, int side, Py_ssize_t layer) except NULL
+    cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept nogil
+    cdef vs_map *_grow(self, int side, Py_ssize_t layer) noexcept nogil
+    cdef int _take(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
+                   uint32_t stride) noexcept nogil
     cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
                   uint32_t stride) except -1
+    cdef void _trim(self, int side, Py_ssize_t layer, uint32_t rows) noexcept nogil
+    cdef int _scan_rows(self, fr_scan *s, fr_header *h, const uint8_t **attrs) noexcept nogil
+    cdef int _merge(self, Rows fresh, int src, int dst, uint64_t *at, uint32_t seed, int *fmt, uint32_t *dim,
+                    uint8_t *buf) noexcept nogil
+    cdef int _copy_rows(self, int src, fr_scan *s, fr_header *h, const uint8_t **attrs, uint32_t seed, int dst,
+                        uint64_t *at, uint32_t dst_seed, uint8_t *buf) noexcept nogil

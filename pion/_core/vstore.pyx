@@ -6,7 +6,7 @@ import os
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.errno cimport errno
-from libc.stdint cimport uint16_t
+from libc.stdint cimport UINT32_MAX, uint16_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
@@ -36,6 +36,9 @@ cdef dict _WHY = {
 }
 
 cdef enum:
+    VS_OTHER = 1000  # beside the FR codes: a record for the caller, rows that contradict what is there, no memory
+    VS_MISFIT
+    VS_NO_MEMORY
     GIL_BYTES = 32 << 10  # smaller writes take a few µs; giving the GIL away may cost a switch interval
 
 
@@ -161,6 +164,7 @@ cdef class Rows:
 
     Attributes:
         dead: payload bytes in the file that no extent refers to any more.
+        last: offset of the last valid record that a scan saw, 0 when that has no payload.
     """
 
     def __dealloc__(self):
@@ -170,31 +174,44 @@ cdef class Rows:
                 vs_free(&self.maps[side][i])
             free(self.maps[side])
 
-    cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept:
+    cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept nogil:
         if side < 0 or side > 1 or layer < 0 or layer >= self.used[side]:
             return NULL
         return &self.maps[side][layer]
 
-    cdef vs_map *_grow(self, int side, Py_ssize_t layer) except NULL:
+    cdef vs_map *_grow(self, int side, Py_ssize_t layer) noexcept nogil:
         if side < 0 or side > 1 or layer < 0 or layer >= VS_LAYERS:
-            raise ValueError("side or layer out of range")
+            return NULL
         if self.maps[side] == NULL:
             self.maps[side] = <vs_map *>calloc(VS_LAYERS, sizeof(vs_map))
             if self.maps[side] == NULL:
-                raise MemoryError
+                return NULL
         if layer >= self.used[side]:
             self.used[side] = <int>layer + 1
         return &self.maps[side][layer]
 
-    cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
-                  uint32_t stride) except -1:
-        cdef vs_map *m = self._grow(side, layer)
-        if count == 0 or stride == 0 or <uint64_t>start + count > 0xFFFFFFFF or (m.stride and m.stride != stride):
-            raise ValueError("rows out of range, or of another size than the layer's")
-        if vs_room(m):
-            raise MemoryError
+    cdef int _take(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
+                   uint32_t stride) noexcept nogil:
+        """0, -1 (no memory) or -2 (out of range, or rows of another size than the layer's)."""
+        cdef vs_map *m
+        if side < 0 or side > 1 or layer < 0 or layer >= VS_LAYERS or count == 0 or stride == 0:
+            return -2
+        m = self._grow(side, layer)
+        if m == NULL or vs_room(m) != 0:
+            return -1
+        if start > UINT32_MAX - count or (m.stride != 0 and m.stride != stride):
+            return -2
         m.stride = stride
         self.dead += vs_put(m, start, count, offset, record) * stride
+        return 0
+
+    cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
+                  uint32_t stride) except -1:
+        cdef int rc = self._take(side, layer, start, count, offset, record, stride)
+        if rc == -1:
+            raise MemoryError
+        if rc:
+            raise ValueError("side, layer or rows out of range, or rows of another size than the layer's")
         return 0
 
     def put(self, int side, int layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
@@ -278,6 +295,9 @@ cdef class Rows:
 
     def trim(self, int side, Py_ssize_t layer, uint32_t rows) -> None:
         """Forget the rows from `rows` on."""
+        self._trim(side, layer, rows)
+
+    cdef void _trim(self, int side, Py_ssize_t layer, uint32_t rows) noexcept nogil:
         cdef vs_map *m = self._map(side, layer)
         if m != NULL:
             self.dead += vs_trim(m, rows) * m.stride
@@ -313,6 +333,15 @@ cdef class Rows:
             i += 1
         return out
 
+    def doubtful(self) -> bool:
+        """Some payload has not been compared with its checksum yet."""
+        cdef int side, i
+        for side in range(2):
+            for i in range(self.used[side]):
+                if self.maps[side][i].unchecked:
+                    return True
+        return False
+
     def mark_checked(self, records) -> None:
         """These records (offsets) are intact."""
         cdef set known = set(records)
@@ -340,6 +369,8 @@ cdef class Rows:
             for layer in range(self.used[side]):
                 src = &self.maps[side][layer]
                 dst = out._grow(side, layer)
+                if dst == NULL:
+                    raise MemoryError
                 dst[0] = src[0]
                 dst.cap = src.n
                 dst.at = <vs_extent *>malloc(src.n * sizeof(vs_extent) + 1)
@@ -367,7 +398,8 @@ cdef class Rows:
         cdef int rc = 0, error = 0
         cdef uint8_t *encoded = NULL
         cdef const void *payload
-        cdef vs_map *m = self._grow(side, layer)
+        if side < 0 or side > 1 or layer < 0 or layer >= VS_LAYERS:
+            raise ValueError("side or layer out of range")
         PyObject_GetBuffer(blob, &view, PyBUF_SIMPLE)
         try:
             if stride == 0 or count == 0 or <size_t>view.len != q_row_bytes(source, dim) * count:
@@ -422,36 +454,51 @@ cdef class Rows:
         cdef fr_header h
         cdef const uint8_t *attrs = NULL
         cdef int rc
-        cdef uint32_t stride
         if fr_scan_init(&s, fd, offset, end, seed):
             raise MemoryError
         try:
             while True:
                 with nogil:
-                    rc = fr_scan_here(&s, &h, &attrs)
-                if rc:
-                    break
-                if h.state != FR_VALID:
-                    self.dead += fr_total(&h)
-                elif h.kind == VS_STORE:
-                    stride = <uint32_t>q_row_bytes(h.fmt, h.dim)
-                    if h.side > 1 or h.layer >= VS_LAYERS or <uint64_t>stride * h.count != h.payload_len:
-                        raise DamageError(s.offset, "rows do not fit their header")
-                    try:
-                        self._put(h.side, h.layer, h.start, h.count, s.offset + h.header_len, s.offset, stride)
-                    except ValueError:
-                        raise DamageError(s.offset, "rows of another size than the layer's") from None
-                elif h.kind == VS_TRIM:
-                    self.trim(h.side, h.layer, h.count)
-                else:
+                    rc = self._scan_rows(&s, &h, &attrs)
+                if rc == VS_OTHER:
                     others(h.kind, s.offset, h.header_len, h.payload_len, h.layer, h.side, h.start, h.count,
                            (<const char *>attrs)[:h.attrs_len] if h.attrs_len else b"")
-                s.offset += fr_total(&h)
-            if rc == FR_IO:
-                raise _oserror(s.error)
-            return s.offset, _WHY[rc]
+                    s.offset += fr_total(&h)
+                elif rc == VS_MISFIT:
+                    raise DamageError(s.offset, "rows do not fit their header, or the layer")
+                elif rc == VS_NO_MEMORY:
+                    raise MemoryError
+                elif rc == FR_IO:
+                    raise _oserror(s.error)
+                else:
+                    return s.offset, _WHY[rc]
         finally:
             fr_scan_free(&s)
+
+    cdef int _scan_rows(self, fr_scan *s, fr_header *h, const uint8_t **attrs) noexcept nogil:
+        """Take in rows and trims up to the first other valid record (VS_OTHER) or the end of the scan (its reason)."""
+        cdef int rc
+        cdef uint32_t stride
+        while True:
+            rc = fr_scan_here(s, h, attrs)
+            if rc:
+                return rc
+            if h.state == FR_VALID:
+                self.last = s.offset if h.payload_len else 0
+                if h.kind == VS_STORE:
+                    stride = <uint32_t>q_row_bytes(h.fmt, h.dim)
+                    if <uint64_t>stride * h.count != h.payload_len:
+                        return VS_MISFIT
+                    rc = self._take(h.side, h.layer, h.start, h.count, s.offset + h.header_len, s.offset, stride)
+                    if rc:
+                        return VS_NO_MEMORY if rc == -1 else VS_MISFIT
+                elif h.kind == VS_TRIM:
+                    self._trim(h.side, h.layer, h.count)
+                else:
+                    return VS_OTHER
+            else:
+                self.dead += fr_total(h)
+            s.offset += fr_total(h)
 
     def merge_into(self, Rows fresh, int src, int dst, uint64_t at, uint32_t seed, formats) -> int:
         """Write every row of this map into another file, one record for each run without a gap.
@@ -463,39 +510,60 @@ cdef class Rows:
         Returns:
             The offset behind the last record. Raises OSError.
         """
-        cdef fr_header h
-        cdef vs_map *m
-        cdef int side, layer, error = 0
-        cdef uint32_t i, j
-        cdef uint64_t total = 0
+        cdef int side, rc, error
+        cdef int fmt[2]
+        cdef uint32_t dim[2]
         cdef uint8_t *buf = <uint8_t *>malloc(VS_PIECE)
         if buf == NULL:
             raise MemoryError
         try:
             for side in range(2):
-                for layer in range(self.used[side]):
-                    m = &self.maps[side][layer]
-                    i = 0
-                    while i < m.n:
-                        j = i + 1
-                        while j < m.n and m.at[j].start == m.at[j - 1].start + m.at[j - 1].count:
-                            j += 1
-                        memset(&h, 0, sizeof(h))
-                        h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
-                        h.fmt, h.dim = formats[side][0], formats[side][1]
-                        with nogil:
-                            error = vs_merge(m, i, j, src, dst, at, &h, seed, buf, &total)
-                        if error:
-                            raise _oserror(error)
-                        fresh._put(side, layer, h.start, h.count, at + h.header_len, at | VS_CHECKED, m.stride)
-                        at += total
-                        i = j
-                    if m.tokens > fresh.tokens(side, layer):
-                        fresh._grow(side, layer).tokens = m.tokens
-                        fresh._grow(side, layer).stride = m.stride
+                fmt[side], dim[side] = formats[side][0], formats[side][1]
+            with nogil:
+                rc = self._merge(fresh, src, dst, &at, seed, fmt, dim, buf)
+                error = errno
+            if rc == VS_NO_MEMORY:
+                raise MemoryError
+            if rc:
+                raise _oserror(error)
             return at
         finally:
             free(buf)
+
+    cdef int _merge(self, Rows fresh, int src, int dst, uint64_t *at, uint32_t seed, int *fmt, uint32_t *dim,
+                    uint8_t *buf) noexcept nogil:
+        """0, FR_IO (errno) or VS_NO_MEMORY."""
+        cdef fr_header h
+        cdef vs_map *m
+        cdef vs_map *into
+        cdef int side, layer
+        cdef uint32_t i, j
+        cdef uint64_t total = 0
+        for side in range(2):
+            for layer in range(self.used[side]):
+                m = &self.maps[side][layer]
+                i = 0
+                while i < m.n:
+                    j = i + 1
+                    while j < m.n and m.at[j].start == m.at[j - 1].start + m.at[j - 1].count:
+                        j += 1
+                    memset(&h, 0, sizeof(h))
+                    h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
+                    h.fmt, h.dim = <uint8_t>fmt[side], dim[side]
+                    errno = vs_merge(m, i, j, src, dst, at[0], &h, seed, buf, &total)
+                    if errno:
+                        return FR_IO
+                    if fresh._take(side, layer, h.start, h.count, at[0] + h.header_len, at[0] | VS_CHECKED, m.stride):
+                        return VS_NO_MEMORY
+                    at[0] += total
+                    i = j
+                into = fresh._grow(side, layer)
+                if into == NULL:
+                    return VS_NO_MEMORY
+                if m.tokens > into.tokens:
+                    into.tokens = m.tokens
+                into.stride = m.stride
+        return 0
 
     def copy_tail(self, int src, uint64_t offset, uint64_t end, uint32_t seed, int dst, uint64_t at, uint32_t dst_seed,
                   others) -> int:
@@ -511,38 +579,57 @@ cdef class Rows:
         cdef fr_header h
         cdef const uint8_t *attrs = NULL
         cdef int rc
-        cdef uint64_t step
         cdef uint8_t *buf = <uint8_t *>malloc(VS_PIECE)
         if buf == NULL or fr_scan_init(&s, src, offset, end, seed):
             free(buf)
             raise MemoryError
         try:
             while True:
-                rc = fr_scan_here(&s, &h, &attrs)
-                if rc == FR_END:
-                    return at
-                if rc == FR_IO:
-                    raise _oserror(s.error)
-                if rc:
-                    raise DamageError(s.offset, "not a whole record")
-                step = fr_total(&h)
-                if h.state == FR_VALID:
-                    with nogil:
-                        rc = vs_recode(src, s.offset, &h, attrs, seed, dst, at, dst_seed, buf)
-                    if rc == FR_IO:
-                        raise _oserror(errno)
-                    if rc:
-                        raise DamageError(s.offset, "checksum")
-                    if h.kind == VS_STORE:
-                        self._put(h.side, h.layer, h.start, h.count, at + h.header_len, at | VS_CHECKED,
-                                  <uint32_t>q_row_bytes(h.fmt, h.dim))
-                    elif h.kind == VS_TRIM:
-                        self.trim(h.side, h.layer, h.count)
-                    else:
-                        others(h.kind, at, h.header_len, h.payload_len, h.layer, h.side, h.start, h.count,
-                               (<const char *>attrs)[:h.attrs_len] if h.attrs_len else b"")
+                with nogil:
+                    rc = self._copy_rows(src, &s, &h, &attrs, seed, dst, &at, dst_seed, buf)
+                if rc == VS_OTHER:
+                    others(h.kind, at, h.header_len, h.payload_len, h.layer, h.side, h.start, h.count,
+                           (<const char *>attrs)[:h.attrs_len] if h.attrs_len else b"")
                     at += fr_total(&h)
-                s.offset += step
+                elif rc == FR_END:
+                    return at
+                elif rc == FR_IO:
+                    raise _oserror(s.error)
+                elif rc == VS_NO_MEMORY:
+                    raise MemoryError
+                else:
+                    raise DamageError(s.offset, "checksum" if rc == VS_MISFIT else "not a whole record")
         finally:
             fr_scan_free(&s)
             free(buf)
+
+    cdef int _copy_rows(self, int src, fr_scan *s, fr_header *h, const uint8_t **attrs, uint32_t seed, int dst,
+                        uint64_t *at, uint32_t dst_seed, uint8_t *buf) noexcept nogil:
+        """Copy records up to the first valid one that is not rows (VS_OTHER: copied, *at not moved on) or the end."""
+        cdef int rc
+        cdef uint64_t step
+        while True:
+            rc = fr_scan_here(s, h, attrs)
+            if rc:
+                return rc
+            step = fr_total(h)
+            if h.state != FR_VALID:
+                s.offset += step
+                continue
+            rc = vs_recode(src, s.offset, h, attrs[0], seed, dst, at[0], dst_seed, buf)
+            if rc == FR_IO:
+                s.error = errno
+                return FR_IO
+            if rc:
+                return VS_MISFIT
+            s.offset += step
+            if h.kind == VS_STORE:
+                rc = self._take(h.side, h.layer, h.start, h.count, at[0] + h.header_len, at[0] | VS_CHECKED,
+                                <uint32_t>q_row_bytes(h.fmt, h.dim))
+                if rc:
+                    return VS_NO_MEMORY if rc == -1 else VS_MISFIT
+            elif h.kind == VS_TRIM:
+                self._trim(h.side, h.layer, h.count)
+            else:
+                return VS_OTHER
+            at[0] += fr_total(h)

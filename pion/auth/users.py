@@ -39,7 +39,7 @@ class User:
 class Authenticator:
     """Knows the users and answers AUTH and HELLO ... AUTH."""
 
-    def __init__(self, password: bytes | None = None) -> None:
+    def __init__(self, password: str | bytes | None = None) -> None:
         self.default = User("default")
         self._users = {b"default": self.default}
         self._nobody = User("", hashlib.sha256(b"").digest(), enabled=False)
@@ -50,8 +50,10 @@ class Authenticator:
         """True when connections need no login."""
         return self.default.digest is None
 
-    def set_password(self, password: bytes | None) -> None:
+    def set_password(self, password: str | bytes | None) -> None:
         """Sets the default user's password; None or empty removes it."""
+        if isinstance(password, str):
+            password = password.encode("utf-8", "surrogateescape")
         self.default.digest = hashlib.sha256(password).digest() if password else None
 
     def login(self, password: bytes, username: bytes | None = None) -> User:

@@ -175,17 +175,15 @@ class Restorer:
     def __init__(self, model: Any, layout: Layout, count: int) -> None:
         self._layout, self._count = layout, count
         self._cache = new_cache(model)
-        self._left = {(layer, side) for layer in range(layout.cache_len) for side in (0, 1)}
-        mx, _ = _mlx()
-        shape = (1, layout.n_kv_heads, count + ROOM, layout.head_dim)
+        self._arrays: dict[tuple[int, int], Any] = {}
+        self._wide: bytearray | None = None
+        self._mx, _ = _mlx()
         # 16-bit floats live in u16 arrays until `finish`: the buffer protocol has no bfloat16.
-        kind = mx.float32 if layout.dtype == "float32" else mx.uint16
-        self._arrays = [[mx.zeros(shape, kind) for _ in range(2)] for _ in range(layout.cache_len)]
-        mx.eval(self._arrays)
+        self._kind = self._mx.float32 if layout.dtype == "float32" else self._mx.uint16
 
-    def row_bytes(self, code: int) -> int:
-        """Bytes of one row in a stored format."""
-        return quant.row_bytes(code, self._layout.kv_dim)
+    def nbytes(self, code: int) -> int:
+        """Bytes of one layer-side in a stored format."""
+        return self._count * quant.row_bytes(code, self._layout.kv_dim)
 
     def place(self, layer: int, side: int, code: int, data: memoryview) -> None:
         """Copy rows into a layer.
@@ -200,17 +198,19 @@ class Restorer:
             ValueError: the length of `data` is not that of `count` rows.
         """
         layout, dim = self._layout, self._layout.kv_dim
-        if len(data) != self._count * self.row_bytes(code):
+        if len(data) != self.nbytes(code):
             raise ValueError(f"layer {layer}: {len(data)} bytes are not {self._count} rows of {dim} values")
         wanted = WORDS[layout.dtype]
         if code != wanted:
-            data = memoryview(quant.decode(code, data, dim))
+            if self._wide is None:  # one for all layers: fresh memory costs more than the conversion
+                self._wide = bytearray(self.nbytes(quant.FP32))
+            data = memoryview(quant.decode(code, data, dim, out=self._wide))
             if wanted != quant.FP32:
                 data = memoryview(quant.encode(quant.FP32, wanted, data, dim))
         rows = np.frombuffer(data, _DTYPES[layout.dtype]).reshape(self._count, layout.n_kv_heads, layout.head_dim)
-        target = np.asarray(memoryview(self._arrays[layer][side]))
-        np.copyto(target[0, :, : self._count], rows.swapaxes(0, 1))
-        self._left.discard((layer, side))
+        array = self._mx.zeros((1, layout.n_kv_heads, self._count + ROOM, layout.head_dim), self._kind)
+        np.copyto(np.asarray(memoryview(array))[0, :, : self._count], rows.swapaxes(0, 1))
+        self._arrays[layer, side] = array
 
     def finish(self) -> list[Any]:
         """The cache, ready to decode from.
@@ -218,14 +218,16 @@ class Restorer:
         Raises:
             ValueError: a layer-side was never placed.
         """
-        if self._left:
-            raise ValueError(f"{len(self._left)} of {2 * self._layout.cache_len} layer-sides are missing")
-        mx, _ = _mlx()
-        dtype = getattr(mx, self._layout.dtype)
-        arrays, self._arrays = self._arrays, []
-        for index, pair in enumerate(arrays):
-            arrays[index] = [array if array.dtype == dtype else array.view(dtype) for array in pair]
-        mx.eval(arrays)
-        for layer, (keys, values) in zip(self._cache, arrays, strict=True):
-            layer.keys, layer.values, layer.offset = keys, values, self._count
+        wanted = [(layer, side) for layer in range(self._layout.cache_len) for side in (0, 1)]
+        missing = [place for place in wanted if place not in self._arrays]
+        if missing:
+            raise ValueError(f"{len(missing)} of {len(wanted)} layer-sides are missing")
+        if self._layout.dtype != "float32":
+            dtype = getattr(self._mx, self._layout.dtype)
+            for place in wanted:
+                self._arrays[place] = self._arrays[place].view(dtype)
+            self._mx.eval(list(self._arrays.values()))
+        for index, layer in enumerate(self._cache):
+            layer.keys, layer.values = self._arrays.pop((index, 0)), self._arrays.pop((index, 1))
+            layer.offset = self._count
         return self._cache

@@ -12,7 +12,7 @@ import select
 import socket
 import ssl as tls
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -51,11 +51,12 @@ class Flight:
 
     Attributes:
         commands: encoded one by one as the socket takes them; may be a generator that makes the arguments on demand.
-        outs: by position of the command, writable buffers for the bulks of its reply (see ``ReplyParser.expect``).
+        outs: by position of the command, writable buffers for the bulks of its reply, or a function that gives them
+            (see ``ReplyParser.expect``).
     """
 
     commands: Iterable[Command]
-    outs: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    outs: Mapping[int, Sequence[Any] | Callable[[int, int], Any]] = field(default_factory=dict)
 
 
 Steps = Generator[Flight, list[Any], T]
@@ -85,7 +86,7 @@ class Connection:
         self._tls = isinstance(sock, tls.SSLSocket)
         self._parser = ReplyParser()
         self._commands: Iterator[tuple[int, Command]] | None = None
-        self._outs: Mapping[int, Sequence[Any]] = {}
+        self._outs: Mapping[int, Sequence[Any] | Callable[[int, int], Any]] = {}
         self._queue: deque[memoryview] = deque()
         self._queued = 0
         self._awaited = 0

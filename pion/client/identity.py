@@ -134,10 +134,11 @@ def _sampled(parameters: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, byte
     # The buffer protocol knows no bfloat16; a view as u16 is free.
     readable: list[Any] = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for _, array in parameters]
     mx.eval(readable)
+    contiguous: Any = mx.contiguous
     for (name, array), plain in zip(parameters, readable, strict=True):
         view = memoryview(plain)
         if not view.c_contiguous:
-            view = memoryview(mx.contiguous(plain))
+            view = memoryview(contiguous(plain))
         raw = view.cast("B")
         last = max(0, len(raw) - _SAMPLE_BYTES)
         starts = [last * step // (_SAMPLES - 1) for step in range(_SAMPLES)]

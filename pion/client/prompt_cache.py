@@ -18,15 +18,19 @@ import ssl as tls
 import threading
 import time
 from collections import OrderedDict
-from typing import Any, Final, Literal
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeVar
 
-from pion.client import caches, transfer
+from pion.client import caches, calls, transfer
+from pion.client.address import Address
 from pion.client.caches import Layout
+from pion.client.connection import Steps
+from pion.client.errors import IncompleteError
 from pion.client.identity import model_identity, prefix_digest
-from pion.client.link import Address, Link, parse_url
 from pion.client.namespace import make_namespace, token_array
+from pion.client.pool import Pool
+from pion.client.raw import RawCommands
 from pion.client.seam import split_at_seam
-from pion.client.transfer import UnusableError
 from pion.errors import AuthenticationError, CommandError, MismatchError
 from pion.limits import BUILT_FORMATS, DEFAULT_PORT, FORMATS, MAX_PREFILL_MS
 
@@ -38,7 +42,11 @@ _LATER: Final = "is not in this version of Pion"
 _NEEDS_MODEL: Final = "this method requires a model — construct PionPromptCache(model) to use it"
 _OBSERVED_MAX: Final = 65_536  # namespaces whose misses are counted for admission_threshold
 
+_CONNECT_TIMEOUT: Final = 5.0
+_LONGEST_PAUSE: Final = 30.0
+
 Outcome = Literal["hit", "miss", "mismatch", "down"]
+T = TypeVar("T")
 
 
 class PionPromptCache:
@@ -54,7 +62,7 @@ class PionPromptCache:
         stage2, boundary_protect, softmax_bitexact: in the signature of the published client; refused here unless off.
         admission_threshold: the n-th miss of a namespace in this process is the first one stored; 1 = store at once.
         prefill_chunk_size: tokens per forward pass when computing; None = one pass.
-        url: ``pion://user:password@host:port`` and the like, instead of host, port and credentials; see `parse_url`.
+        url: ``pion://user:password@host:port`` and the like instead of host and port; see ``Address.of``.
         username, password: credentials; else ``$PION_USERNAME`` and ``$PION_PASSWORD``.
         ssl: True or an ``ssl.SSLContext``.
         on_mismatch: what to do when the namespace holds other tokens, another model or another format: ``"raise"``,
@@ -109,10 +117,21 @@ class PionPromptCache:
             raise ValueError(f"on_mismatch must be 'recompute', 'replace' or 'raise', not {on_mismatch!r}")
         if prefill_chunk_size is not None and prefill_chunk_size < 0:
             raise ValueError("prefill_chunk_size must be a positive number of tokens, or None for one pass")
-        where: dict[str, Any] = {"host": host, "port": port, "ssl": ssl, "timeout": timeout}
-        where["username"] = username if username is not None else os.environ.get("PION_USERNAME")
-        where["password"] = password if password is not None else os.environ.get("PION_PASSWORD")
-        where.update(parse_url(url) if url else {})
+        where: dict[str, Any] = {} if url else {"path": host} if host.startswith("/") else {"host": host, "port": port}
+        address = Address.of(
+            url,
+            **where,
+            ssl=ssl,
+            username=username,
+            password=password,
+            timeout=timeout,
+            connect_timeout=min(timeout, _CONNECT_TIMEOUT),
+            protocol=2,
+        )
+        if address.password is None and os.environ.get("PION_PASSWORD"):
+            address = replace(
+                address, username=os.environ.get("PION_USERNAME") or None, password=os.environ["PION_PASSWORD"]
+            )
 
         self.model = model
         self.vquant = vquant
@@ -121,13 +140,16 @@ class PionPromptCache:
         self.on_mismatch = on_mismatch
         self.background_store = background_store
         self.layout = None if model is None else caches.inspect_model(model)
-        self.resp = Link(Address(**where))
+        self.address = address
+        self._pool = Pool(address, 4)
+        self.resp = RawCommands(self._pool)
         self.hits = self.misses = self.admission_skips = 0
         self.mismatches = self.outages = self.store_errors = 0
         self.fetch_ms_total = self.store_ms_total = self.last_prefill_ms = 0.0
         self.attend_query_ms_total, self.attend_query_calls, self.cold_rehydrates_observed = 0.0, 0, 0
         self._observed: OrderedDict[str, int] = OrderedDict()
         self._down = False
+        self._pause_until = 0.0
         self._storing: threading.Thread | None = None
 
     # --- the prefix -----------------------------------------------------------------------------------------------
@@ -156,9 +178,10 @@ class PionPromptCache:
             raise ValueError("the prefix has no tokens")
         digest = prefix_digest(model_identity(self.model), ids)
 
-        outcome, reason = self._ask(namespace, digest)
+        started = time.perf_counter()
+        outcome, reason, infos = self._ask(namespace, digest, describe=True)
         if outcome == "hit":
-            outcome, reason, cache = self._fetch(namespace, layout, len(ids))
+            outcome, reason, cache = self._fetch(namespace, digest, infos, layout, len(ids), started)
             if outcome == "hit":
                 return cache
         if outcome == "mismatch":
@@ -209,19 +232,19 @@ class PionPromptCache:
         if prefix_token_ids is not None:
             self._layout()
             digest = prefix_digest(model_identity(self.model), prefix_token_ids)
-        return self._ask(namespace, digest)[0] == "hit"
+        return self._ask(namespace, digest, describe=False)[0] == "hit"
 
     def drop(self, *namespaces: str) -> int:
         """Delete prefixes on the server; returns how many of them it held."""
-        return int(self._command("KV.PREFIX.DROP", *namespaces))
+        return int(self._run(calls.drop(namespaces)))
 
     def commit(self) -> None:
         """Return once everything stored so far would survive a power loss."""
-        self._command("KV.PREFIX.COMMIT")
+        self._run(calls.commit())
 
     def save(self, path: str | None = None) -> None:
         """`commit` and an index checkpoint; with `path`, a copy of the store in the server's data directory."""
-        self._command("KV.PREFIX.SAVE", *([path] if path else []))
+        self._run(calls.save(path))
 
     def stats(self) -> dict[str, Any]:
         """What this object did so far: counts, and milliseconds spent fetching, storing and prefilling."""
@@ -241,9 +264,9 @@ class PionPromptCache:
         }
 
     def close(self) -> None:
-        """Wait for a background store and close the connection. The next call opens a new one."""
+        """Wait for a background store and close the connections. The object cannot be used afterwards."""
         self._wait()
-        self.resp.close()
+        self._pool.close()
 
     def __enter__(self) -> PionPromptCache:
         return self
@@ -258,35 +281,42 @@ class PionPromptCache:
         if storing is not None and storing is not threading.current_thread():
             storing.join()
 
-    def _command(self, *parts: Any) -> Any:
+    def _run(self, steps: Steps[T]) -> T:
         self._wait()
-        return self.resp.execute(*parts)
+        return self._pool.run(steps, self.address.timeout)
 
     def _went_down(self, error: BaseException) -> None:
         self.outages += 1
         if not self._down:
             self._down = True
-            log.warning("%s is not reachable (%s); prefixes are computed locally until it is", self.resp.address, error)
+            log.warning("%s cannot be used (%s); prefixes are computed locally until it can", self.address, error)
 
     def _came_back(self) -> None:
         if self._down:
             self._down = False
-            log.warning("%s is reachable again", self.resp.address)
+            log.warning("%s can be used again", self.address)
 
-    def _ask(self, namespace: str, digest: str | None) -> tuple[Outcome, str]:
-        """LOOKUP: what the server says, and why."""
+    def _ask(self, namespace: str, digest: str | None, *, describe: bool) -> tuple[Outcome, str, list[Any]]:
+        """LOOKUP: what the server says, why, and what it describes."""
+        started = time.monotonic()
+        if started < self._pause_until:
+            self.outages += 1
+            return "down", "", []
         try:
-            reply = self._command("KV.PREFIX.LOOKUP", namespace, *(["DIGEST", digest] if digest else []))
+            hit, infos = self._run(transfer.lookup(namespace, digest, describe=describe))
         except MismatchError as error:
             self._came_back()
-            return "mismatch", str(error)
+            return "mismatch", str(error), []
         except tls.SSLError:
             raise
         except OSError as error:
+            # A refused connection costs nothing and is tried each time; a silent host at most a third of the time.
+            ended = time.monotonic()
+            self._pause_until = ended + min(_LONGEST_PAUSE, 2 * (ended - started))
             self._went_down(error)
-            return "down", str(error)
+            return "down", str(error), []
         self._came_back()
-        return ("hit" if reply == b"HIT" else "miss"), ""
+        return ("hit" if hit else "miss"), "", infos
 
     def _mismatch(self, namespace: str, reason: str) -> None:
         self.mismatches += 1
@@ -311,16 +341,18 @@ class PionPromptCache:
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
-    def _fetch(self, namespace: str, layout: Layout, rows: int) -> tuple[Outcome, str, list[Any]]:
+    def _fetch(
+        self, namespace: str, digest: str, infos: list[Any], layout: Layout, rows: int, started: float
+    ) -> tuple[Outcome, str, list[Any]]:
         """The cache of a hit; or another outcome, and why, when it cannot be used after all."""
-        started = time.perf_counter()
         try:
-            cache = transfer.fetch(self.resp, namespace, self.model, layout, self.vquant, rows)
+            steps = transfer.fetch(namespace, digest, infos, self.model, layout, self.vquant, rows)
+            cache = self._run(steps)
         except MismatchError as error:
             return "mismatch", str(error), []
         except AuthenticationError:
             raise
-        except (UnusableError, CommandError) as error:
+        except (IncompleteError, CommandError) as error:
             log.warning("prefix %s cannot be used and is computed again: %s", namespace, error)
             return "miss", str(error), []
         except tls.SSLError:
@@ -339,8 +371,7 @@ class PionPromptCache:
         prefill_ms = min(MAX_PREFILL_MS, max(1, round(self.last_prefill_ms)))
         replace = self.on_mismatch == "replace"
         try:
-            self._wait()
-            transfer.register(self.resp, namespace, layout, fmt, rows, digest, prefill_ms, replace=replace)
+            self._run(transfer.register(namespace, layout, fmt, rows, digest, prefill_ms, replace=replace))
         except MismatchError as error:  # somebody else was quicker, with something else
             self._mismatch(namespace, str(error))
             return
@@ -359,9 +390,9 @@ class PionPromptCache:
         )
         self._storing.start()
 
-    def _send(self, namespace: str, layout: Layout, rows: int, sides: Any, started: float) -> None:
+    def _send(self, namespace: str, layout: Layout, rows: int, sides: transfer.Rows, started: float) -> None:
         try:
-            transfer.send_rows(self.resp, namespace, layout.dtype, rows, sides)
+            self._pool.run(transfer.send(namespace, layout.dtype, rows, sides), self.address.timeout)
         except (CommandError, OSError) as error:
             self._not_stored(namespace, error)
         self.store_ms_total += (time.perf_counter() - started) * 1e3

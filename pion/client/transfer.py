@@ -1,32 +1,31 @@
-"""One prefix over the wire: registered, stored and fetched by a `Link`.
+"""One prefix over the wire: looked up, registered, stored and fetched, as steps for a connection pool.
 
-Everything is pipelined: a store is one flight of commands, whose replies are taken in while the rest is written; a
-fetch is one flight of four commands, whose rows are received into one reused buffer and copied from there into the
-model's arrays.
+A store is one flight of commands behind its REGISTER, packed as the socket takes them. A fetch is one flight of five
+commands: all rows of K and of V are asked for at once, received layer by layer into one buffer, and copied from there
+into the model's arrays while the next ones travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
 from pion.client import caches
 from pion.client.caches import Layout
-from pion.client.link import Link, encode
-from pion.errors import CommandError, MismatchError
+from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
+from pion.client.errors import IncompleteError
+from pion.errors import MismatchError
 from pion.limits import FORMATS
 
-__all__ = ["UnusableError", "fetch", "register", "send_rows", "stored_format"]
+__all__ = ["Rows", "fetch", "lookup", "packed", "register", "send", "stored_format"]
 
-_SIDES: Final = (b"_pk", b"_pv")
 _KEPT: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # the format that keeps the words
 _WIRE: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
-
-class UnusableError(Exception):
-    """The server said HIT, but what it then sent is not the whole prefix."""
+Rows = Iterable[tuple[int, int, np.ndarray[Any, Any]]]
+"""(layer, side, rows) of a prompt cache; side 0 = K, 1 = V."""
 
 
 def stored_format(vquant: str, dtype: str) -> str:
@@ -36,101 +35,140 @@ def stored_format(vquant: str, dtype: str) -> str:
     return vquant
 
 
+def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Steps[tuple[bool, list[Any]]]:
+    """Whether the server has the whole prefix; with `describe`, also the V.INFO of both sides, for `fetch`.
+
+    Raises:
+        MismatchError: it is there for another digest.
+    """
+    command: list[Any] = ["KV.PREFIX.LOOKUP", namespace, *(["DIGEST", digest] if digest else [])]
+    found, *about = yield Flight([command, *(_infos(namespace) if describe else ())])
+    raise_first([found])
+    return found == "HIT", about
+
+
 def register(
-    link: Link, namespace: str, layout: Layout, fmt: str, rows: int, digest: str, prefill_ms: int, *, replace: bool
-) -> None:
+    namespace: str, layout: Layout, fmt: str, rows: int, digest: str, prefill_ms: int, *, replace: bool
+) -> Steps[None]:
     """Declare a prefix: shape, format, what a row is, and whose it is.
 
     Raises:
         MismatchError: the namespace holds something else, and not `replace`.
     """
-    link.execute(
-        *("KV.PREFIX.REGISTER", namespace, layout.kv_dim, fmt, "PREFILL_MS", prefill_ms),
-        *("ROWS", rows, "LAYERS", layout.cache_len, "DIGEST", digest),
-        *("HEADS", layout.n_kv_heads, "HEAD_DIM", layout.head_dim),
-        *("ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"),
-        *(["REPLACE"] if replace else []),
-    )
+    command: list[Any] = ["KV.PREFIX.REGISTER", namespace, layout.kv_dim, fmt]
+    command += ["PREFILL_MS", prefill_ms, "ROWS", rows, "LAYERS", layout.cache_len, "DIGEST", digest]
+    command += ["HEADS", layout.n_kv_heads, "HEAD_DIM", layout.head_dim]
+    command += ["ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"]
+    (reply,) = yield Flight([[*command, "REPLACE"] if replace else command])
+    expect_ok(reply, "KV.PREFIX.REGISTER")
 
 
-def packed(cache: list[Any], rows: int) -> Iterable[tuple[int, int, np.ndarray[Any, Any]]]:
-    """(layer, side, rows) of a prompt cache, packed one by one as they are asked for."""
+def packed(cache: list[Any], rows: int) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+    """The rows of a prompt cache, packed one layer-side at a time as they are asked for."""
     for layer, state in enumerate(cache):
         yield layer, 0, caches.pack_rows(state.keys, rows)
         yield layer, 1, caches.pack_rows(state.values, rows)
 
 
-def send_rows(
-    link: Link, namespace: str, dtype: str, rows: int, sides: Iterable[tuple[int, int, np.ndarray[Any, Any]]]
-) -> None:
+def send(namespace: str, dtype: str, count: int, rows: Rows) -> Steps[None]:
     """Store rows in the words the model has; the server turns them into the format of the entry.
 
     Raises:
-        CommandError: the first refusal; what was sent after it does not count, the prefix stays incomplete (a MISS).
+        CommandError: the first refusal. The prefix stays incomplete, which is a MISS for everybody.
     """
-    with link.session():
-        failed: CommandError | None = None
-        for layer, side, data in sides:
-            sid = namespace.encode() + _SIDES[side]
-            link.send(encode(["V.STOREBATCH", sid, layer, 0, rows, data, "FMT", _WIRE[dtype]]))
-            while link.has_line() and failed is None:
-                failed = link.refusal()
-            if failed:
-                break
-        while link.owed:
-            failed = link.refusal() or failed
-        if failed:
-            raise failed
+
+    def commands() -> Iterator[Command]:
+        for layer, side, data in rows:
+            yield "V.STOREBATCH", _sids(namespace)[side], layer, 0, count, data.data, "FMT", _WIRE[dtype]
+
+    for reply in (yield Flight(commands())):
+        expect_ok(reply, "V.STOREBATCH")
 
 
-def _described(link: Link, layout: Layout, rows: int, allowed: set[str]) -> int:
-    """Read one V.INFO reply and return the format code, if the session is what this model can use."""
-    lines = dict(line.split(":", 1) for line in link.value().decode().split("\r\n") if ":" in line)
-    dim, layers, fmt = lines.get("value_dim"), lines.get("num_layers"), lines.get("v_format", "")
-    if dim != str(layout.kv_dim) or layers != str(layout.cache_len):
-        raise MismatchError(f"MISMATCH shape: stored {layers} layers of {dim} values, this model has {layout}")
+def _described(info: Any, digest: str, layout: Layout, count: int, allowed: set[str]) -> int:
+    """The format code in a V.INFO reply, if the session is what this model can use."""
+    lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
+    dim, layers, fmt = lines["value_dim"], lines["num_layers"], lines["v_format"]
+    if (dim, layers) != (str(layout.kv_dim), str(layout.cache_len)):
+        here = f"{layout.cache_len} layers of {layout.kv_dim}"
+        raise MismatchError(f"MISMATCH shape: {layers} layers of {dim} values are stored, this model has {here}")
     if fmt not in allowed:
-        raise MismatchError(f"MISMATCH format: stored as {fmt}, this client asks for {' or '.join(sorted(allowed))}")
-    short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(rows)]
+        raise MismatchError(f"MISMATCH format: stored as {fmt}, asked for as {' or '.join(sorted(allowed))}")
+    if lines.get("digest") != digest:
+        raise IncompleteError("the prefix was replaced behind the lookup")
+    short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(count)]
     if short:
-        raise UnusableError(f"layers {short} do not hold {rows} rows")
+        raise IncompleteError(f"layers {short} do not hold {count} rows")
     return FORMATS[fmt]
 
 
-def fetch(link: Link, namespace: str, model: Any, layout: Layout, vquant: str, rows: int) -> list[Any]:
+class _Receiver:
+    """Gives the parser the same buffer for each layer of one side, after placing what was in it before."""
+
+    def __init__(self, restorer: caches.Restorer, side: int, code: int) -> None:
+        self._place, self._side, self._code = restorer.place, side, code
+        self._buffer = np.empty(restorer.nbytes(code), np.uint8).data
+        self._layer: int | None = None
+
+    def __call__(self, layer: int, nbytes: int) -> Any:
+        self.flush()
+        if nbytes != self._buffer.nbytes:
+            return None  # arrives as it is; the layer stays missing, which `fetch` notices
+        self._layer = layer
+        return self._buffer
+
+    def flush(self) -> None:
+        """Place the layer whose rows are complete, if there is one."""
+        if self._layer is not None:
+            self._place(self._layer, self._side, self._code, self._buffer)
+            self._layer = None
+
+
+def fetch(
+    namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, vquant: str, count: int
+) -> Steps[list[Any]]:
     """Fetch all rows of a prefix into a fresh prompt cache.
 
+    Args:
+        namespace, digest: the prefix.
+        infos: what `lookup` said about it.
+        model, layout: what the cache is for.
+        vquant: the format asked for.
+        count: tokens of the prefix.
+
     Returns:
-        The cache, holding exactly `rows` tokens.
+        The cache, holding exactly `count` tokens.
 
     Raises:
         MismatchError: the shape or the format is not this model's.
-        UnusableError: rows are missing or the reply is not of the promised size. No cache was built.
-        CommandError, OSError: the server refused, or was lost.
+        IncompleteError: rows are missing, or the prefix was replaced meanwhile. No cache was built.
+        CommandError: the server refused.
     """
+    raise_first(infos)
     # Words kept as they were serve any request; otherwise the format must be the one asked for.
     allowed = {stored_format(vquant, layout.dtype), _KEPT[layout.dtype]}
-    sids = [namespace.encode() + side for side in _SIDES]
-    with link.session():
-        asked: list[list[Any]] = [["V.INFO", sid] for sid in sids]
-        asked += [["V.FETCH", sid, "BATCH", 0, rows, layout.cache_len, "FMT", "RAW"] for sid in sids]
-        link.send([b"".join(piece for command in asked for piece in encode(command))], replies=len(asked))
-        restorer = caches.Restorer(model, layout, rows)  # its memory is prepared while the server reads
-        codes = [_described(link, layout, rows, allowed) for _ in _SIDES]
-        buffer: Any = np.empty(0, np.uint8)
-        for side, code in enumerate(codes):
-            size = restorer.row_bytes(code) * rows
-            if len(buffer) < size:
-                buffer = np.empty(size, np.uint8)
-            target = memoryview(buffer)[:size]
-            if link.header(b"*") != layout.cache_len:
-                raise UnusableError("the reply has another number of layers than the model")
-            for layer in range(layout.cache_len):
-                got = link.header(b"$")
-                if got != size:
-                    raise UnusableError(f"layer {layer} has {got} bytes instead of {size}")
-                link.read_into(target)
-                link.end_bulk()
-                restorer.place(layer, side, code, target)
-            link.done()
-    return restorer.finish()
+    codes = [_described(info, digest, layout, count, allowed) for info in infos]
+    restorer = caches.Restorer(model, layout, count)
+    receivers = [_Receiver(restorer, side, code) for side, code in enumerate(codes)]
+    span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
+    asked: list[Command] = [["V.FETCH", sid, *span] for sid in _sids(namespace)]
+    # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
+    asked += _infos(namespace)
+    replies = yield Flight(asked, dict(enumerate(receivers)))
+    raise_first(replies)
+    for receiver in receivers:
+        receiver.flush()
+    if replies[2:] != infos:
+        raise IncompleteError("the prefix was replaced while it was fetched")
+    try:
+        return restorer.finish()
+    except ValueError as error:
+        raise IncompleteError(str(error)) from error
+
+
+def _infos(namespace: str) -> list[Command]:
+    return [["V.INFO", sid] for sid in _sids(namespace)]
+
+
+def _sids(namespace: str) -> tuple[bytes, bytes]:
+    return namespace.encode() + b"_pk", namespace.encode() + b"_pv"

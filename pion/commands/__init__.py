@@ -14,9 +14,14 @@ from pion.commands import (
     stats,
     strings,
     vcommands,
+    zranges,
+    zsets,
 )
+from pion.commands.dispatch import Dispatcher
+from pion.commands.state import ServerState
 
 __all__ = [
+    "Dispatcher", "ServerState",
     "client", "config_cmd", "connection", "hashes", "info", "introspect", "keys", "prefix", "server", "ssm", "stats",
-    "strings", "vcommands",
+    "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

@@ -68,16 +68,19 @@ def _apply(ctx: Context, changes: dict[str, Any]) -> None:
     if "maxmemory" in changes:
         state.maxmemory = changes["maxmemory"]
         state.over_memory()
+    if "maxclients" in changes:
+        state.maxclients = changes["maxclients"]
     if "requirepass" in changes:
-        ctx.auth.set_password(changes["requirepass"].encode("utf-8", "surrogateescape") or None)
+        ctx.auth.set_password(changes["requirepass"])
     if "slowlog_log_slower_than" in changes:
         state.slowlog.threshold_us = changes["slowlog_log_slower_than"]
+        state.choose_door()
     if "slowlog_max_len" in changes:
         state.slowlog.max_len = changes["slowlog_max_len"]
     if "loglevel" in changes:
         logging.getLogger("pion").setLevel(_LEVELS[changes["loglevel"]])
     if "appendfsync" in changes:
-        ctx.engine.appendfsync = changes["appendfsync"]
+        ctx.engine.set_appendfsync(changes["appendfsync"])
 
 
 @command("CONFIG|RESETSTAT", 2, _FLAGS, 0, 0, 0, "server", "2.0.0", "Zeroes the counters of INFO.", "O(1)")

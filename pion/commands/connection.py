@@ -107,7 +107,8 @@ def ping(_ctx: Context, argv: list[bytes]) -> Any:
     return argv[1] if len(argv) == 2 else Simple(b"PONG")
 
 
-@command("ECHO", 2, "loading stale fast", 0, 0, 0, "connection", "1.0.0", "Answers the given text.", "O(1)")
+@command("ECHO", 2, "loading stale fast", 0, 0, 0, "connection", "1.0.0", "Answers the given text.", "O(1)",
+         fast="ECHO")  # fmt: skip
 def echo(_ctx: Context, argv: list[bytes]) -> Any:
     return argv[1]
 
@@ -116,14 +117,23 @@ def echo(_ctx: Context, argv: list[bytes]) -> Any:
     "SELECT", 2, "loading stale fast", 0, 0, 0, "connection", "1.0.0", "Changes the selected database.", "O(1)",
 )  # fmt: skip
 def select(ctx: Context, argv: list[bytes]) -> Any:
-    index = args.integer(argv[1])
+    ctx.conn.db = database(ctx, argv[1])
+    return OK
+
+
+def database(ctx: Context, raw: bytes) -> int:
+    """A database number.
+
+    Raises:
+        CommandError: no integer, or no such database.
+    """
+    index = args.integer(raw)
     if not -(1 << 31) <= index < 1 << 31:
         raise CommandError(errors.NOT_INT32)
     databases = getattr(ctx.options, "databases", limits.DATABASES)
     if not 0 <= index < databases:
         raise CommandError(errors.DB_INDEX)
-    ctx.conn.db = index
-    return OK
+    return index
 
 
 @command(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
+import os
 import time
 from collections.abc import Coroutine
+from types import CoroutineType
 from typing import Any
 
 from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
 from pion.commands.state import CommandStats, ServerState
-from pion.errors import AuthenticationError, CommandError, OutOfMemoryError
+from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.wire.resp import Err, Raw
 
 log = logging.getLogger("pion.commands")
@@ -57,7 +58,7 @@ class Context:
 
     def now_ms(self) -> int:
         """Unix time in milliseconds, as TTLs count."""
-        return time.time_ns() // 1_000_000
+        return int(self.engine.keyspace.now_ms)
 
     async def in_thread(self, fn: Any, *args: Any) -> Any:
         """Runs a blocking call without holding up other connections."""
@@ -84,6 +85,10 @@ class Dispatcher:
         self.auth = auth or Authenticator()
         self.server = server or ServerState()
         self.server.engine = engine
+        if options is not None:
+            self.server.maxmemory = options.maxmemory
+            self.server.slowlog.threshold_us = options.slowlog_log_slower_than
+            self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None
         self._fast_ids: dict[str, int] = {}
 
@@ -97,12 +102,15 @@ class Dispatcher:
         from pion._core import plane as core
 
         self._plane = self.server.plane = plane
-        self._fast_ids = {
-            record.name: getattr(core, f"FAST_{record.fast}") for record in table.fast_commands() if record.fast
-        }
+        self.server.choose_door()
+        self._fast_ids = {record.name: getattr(core, f"FAST_{record.fast}") for record in self._fast_records()}
 
-    @staticmethod
-    def fast_table() -> list[tuple[int, bytes, int, int]]:
+    def _fast_records(self) -> list[table.Command]:
+        """The commands the plane may run: C knows neither the feature gate nor the required prefix of a namespace."""
+        namespaces = getattr(self.engine, "kvcache", False) and not getattr(self.options, "ns_prefix", "")
+        return [record for record in table.fast_commands() if record.group != "prefix" or namespaces]
+
+    def fast_table(self) -> list[tuple[int, bytes, int, int]]:
         """`(id, name, arity, flags)` of every fast command, for the plane's constructor."""
         from pion._core import plane as core
 
@@ -113,7 +121,7 @@ class Dispatcher:
                 record.arity,
                 (core.FLAG_WRITE if record.write else 0) | (core.FLAG_DENYOOM if record.denyoom else 0),
             )
-            for record in table.fast_commands()
+            for record in self._fast_records()
         ]
 
     # --- connections -----------------------------------------------------------------------------------------------
@@ -144,7 +152,7 @@ class Dispatcher:
         except CommandError as error:
             self._rejected(argv, error)
             return self._reply(conn, _refusal(error), None)
-        if self.server.holds(record.write) and record.name != "client|unpause":
+        if self.server.paused is not None and self.server.holds(record.write) and record.name != "client|unpause":
             return self._held(conn, record, argv)
         return self._execute(conn, record, argv)
 
@@ -171,7 +179,7 @@ class Dispatcher:
         """The record of a command that may run now.
 
         Raises:
-            CommandError: not logged in, unknown, wrong number of arguments or out of memory.
+            CommandError: not logged in, unknown, wrong number of arguments, out of memory, or the log is broken.
         """
         if not conn.authenticated:
             # Before the login even the command's existence is not told.
@@ -179,7 +187,8 @@ class Dispatcher:
             if record is None or not record.no_auth:
                 raise AuthenticationError(errors.NOAUTH)
         record = table.find(argv)
-        self._gate(conn, record)
+        if record.write or record.denyoom:
+            self._gate(conn, record)
         return record
 
     def _gate(self, conn: Any, record: table.Command) -> None:
@@ -187,6 +196,8 @@ class Dispatcher:
             raise AuthenticationError(errors.NOAUTH)
         if record.denyoom and self.server.maxmemory and self.server.over_memory():
             raise OutOfMemoryError
+        if record.logged and (errno := self.engine.keyspace.refuses):
+            raise StorageError(errors.MISCONF_LOG.format(reason=os.strerror(errno)))
 
     def _execute(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         started = time.perf_counter_ns()
@@ -195,8 +206,8 @@ class Dispatcher:
                 refused = getattr(argv[record.stream_arg], "refused", None)
                 if refused is not None:
                     raise refused
-            if self._plane is not None and record.fast is not None:
-                raw = self._plane.exec_fast(conn, self._fast_ids[record.name], argv)
+            if record.fast is not None and (fast_id := self._fast_ids.get(record.name)) is not None:
+                raw = self._plane.exec_fast(conn, fast_id, argv)
                 if raw is not None:
                     return self._done(conn, record, argv, started, Raw(raw))
             value = record.handler(self.context(conn), argv)
@@ -205,7 +216,7 @@ class Dispatcher:
         except Exception:
             log.exception("%s failed", record.name)
             value = _INTERNAL
-        if inspect.iscoroutine(value):
+        if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
         return self._done(conn, record, argv, started, value)
 
@@ -226,7 +237,7 @@ class Dispatcher:
         while self.server.holds(record.write):
             await self.server.wait_unpaused()
         value = self._execute(conn, record, argv)
-        return await value if inspect.iscoroutine(value) else value
+        return await value if type(value) is CoroutineType else value
 
     def _done(self, conn: Any, record: table.Command, argv: list[Any], started: int, value: Any) -> Any:
         usec = (time.perf_counter_ns() - started) // 1000

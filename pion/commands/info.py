@@ -63,7 +63,7 @@ def _clients(ctx: Context) -> Lines:
     return [
         ("connected_clients", len(ctx.plane.connections) if ctx.plane is not None else 1),
         ("cluster_connections", 0),
-        ("maxclients", getattr(ctx.options, "maxclients", limits.DEFAULT_MAXCLIENTS)),
+        ("maxclients", ctx.server.maxclients),
         ("client_recent_max_input_buffer", stats.get("max_input", 0)),
         ("client_recent_max_output_buffer", stats.get("max_output", 0)),
         ("blocked_clients", 0),
@@ -100,13 +100,13 @@ def _persistence(ctx: Context) -> Lines:
     return [
         ("loading", 0),
         ("async_loading", 0),
-        ("rdb_changes_since_last_save", 0),
+        ("rdb_changes_since_last_save", ctx.ks.dirty - state.saved_changes),
         ("rdb_bgsave_in_progress", int(state.saving)),
         ("rdb_last_save_time", state.last_save),
         ("rdb_last_bgsave_status", "ok" if state.last_save_ok else "err"),
         ("aof_enabled", int(wal)),
         ("aof_rewrite_in_progress", 0),
-        ("aof_last_write_status", "ok"),
+        ("aof_last_write_status", "err" if ctx.ks.refuses else "ok"),
         ("aof_current_size", log_bytes),
     ]
 
@@ -114,7 +114,6 @@ def _persistence(ctx: Context) -> Lines:
 def _stats(ctx: Context) -> Lines:
     state, stats = ctx.server, _plane_stats(ctx)
     ops, kb_in, kb_out = state.rates()
-    keyspace = ctx.ks.stats
     return [
         ("total_connections_received", stats.get("total_connections", 0)),
         ("total_commands_processed", state.total_commands()),
@@ -124,10 +123,10 @@ def _stats(ctx: Context) -> Lines:
         ("instantaneous_input_kbps", f"{kb_in:.2f}"),
         ("instantaneous_output_kbps", f"{kb_out:.2f}"),
         ("rejected_connections", stats.get("rejected", 0)),
-        ("expired_keys", keyspace["expired"]),
+        ("expired_keys", ctx.ks.expired),
         ("evicted_keys", 0),
-        ("keyspace_hits", keyspace["hits"]),
-        ("keyspace_misses", keyspace["misses"]),
+        ("keyspace_hits", ctx.ks.hits),
+        ("keyspace_misses", ctx.ks.misses),
         ("pubsub_channels", 0),
         ("pubsub_patterns", 0),
         ("total_error_replies", sum(state.error_counts.values())),

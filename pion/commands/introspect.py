@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pion import errors
-from pion.commands import args, table
+from pion.commands import args, table, usage
 from pion.commands.dispatch import Context
 from pion.commands.table import COMMANDS, Command, command
 from pion.errors import CommandError
 from pion.wire.resp import Raw, Simple, encode
 
 _FLAGS = "loading stale"
+_USAGE = usage.lines()
 
 
 def _ordered_set(items: list[Any], proto: int) -> Raw:
@@ -63,7 +64,21 @@ def describe(record: Command, proto: int) -> list[Any]:
     ]
 
 
-def document(record: Command) -> dict[str, Any]:
+def _argument(node: usage.Argument, proto: int) -> dict[str, Any]:
+    """One argument of COMMAND DOCS; the order of fields is Redis's."""
+    out: dict[str, Any] = {"name": node["name"], "type": node["type"]}
+    if node["type"] == "key":
+        out["key_spec_index"] = 1 if node["name"] == "newkey" else 0
+    if "token" in node:
+        out["token"] = node["token"]
+    if node.get("flags"):
+        out["flags"] = _names(node["flags"], proto)
+    if "arguments" in node:
+        out["arguments"] = [_argument(inner, proto) for inner in node["arguments"]]
+    return out
+
+
+def document(record: Command, proto: int) -> dict[str, Any]:
     """One value of COMMAND DOCS."""
     out: dict[str, Any] = {
         "summary": record.summary,
@@ -71,8 +86,11 @@ def document(record: Command) -> dict[str, Any]:
         "group": record.group,
         "complexity": record.complexity,
     }
+    text = _USAGE.get(record.name)
+    if text is not None:
+        out["arguments"] = [_argument(node, proto) for node in usage.arguments(text)]
     if record.subcommands:
-        out["subcommands"] = {sub.name: document(sub) for sub in record.subcommands.values()}
+        out["subcommands"] = {sub.name: document(sub, proto) for sub in record.subcommands.values()}
     return out
 
 
@@ -105,9 +123,9 @@ def command_info(ctx: Context, argv: list[bytes]) -> Any:
 
 @command("COMMAND|DOCS", -2, _FLAGS, 0, 0, 0, "server", "7.0.0", "Documents the named commands, or all.",
          "O(N) where N is the number of names", acl="connection")  # fmt: skip
-def command_docs(_ctx: Context, argv: list[bytes]) -> Any:
+def command_docs(ctx: Context, argv: list[bytes]) -> Any:
     chosen = [find_by_name(raw) for raw in argv[2:]] if len(argv) > 2 else list(COMMANDS.values())
-    return {record.name: document(record) for record in chosen if record is not None}
+    return {record.name: document(record, ctx.conn.proto) for record in chosen if record is not None}
 
 
 @command("COMMAND|LIST", -2, _FLAGS, 0, 0, 0, "server", "7.0.0", "The names of the commands, filtered on demand.",

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from pion import errors
-from pion.commands import args
+from pion.commands import args, effects
+from pion.commands.connection import database
 from pion.commands.dispatch import Context
 from pion.commands.table import command
 from pion.errors import CommandError
@@ -21,7 +22,7 @@ def _delete(ctx: Context, argv: list[bytes]) -> int:
 
 
 @command("DEL", -2, "write", 1, -1, 1, "generic", "1.0.0", "Deletes keys.", "O(N) where N is the number of keys",
-         keys="RM delete")  # fmt: skip
+         keys="RM delete", fast="DEL")  # fmt: skip
 def del_(ctx: Context, argv: list[bytes]) -> Any:
     return _delete(ctx, argv)
 
@@ -33,9 +34,9 @@ def unlink(ctx: Context, argv: list[bytes]) -> Any:
 
 
 @command("EXISTS", -2, "readonly fast", 1, -1, 1, "generic", "1.0.0", "How many of the keys exist.",
-         "O(N) where N is the number of keys", keys="RO")  # fmt: skip
+         "O(N) where N is the number of keys", keys="RO", fast="EXISTS")  # fmt: skip
 def exists(ctx: Context, argv: list[bytes]) -> Any:
-    return sum(bool(ctx.ks.exists(ctx.db, key)) for key in argv[1:])
+    return sum(bool(ctx.ks.exists(ctx.db, key, count=True)) for key in argv[1:])
 
 
 @command("TOUCH", -2, "readonly fast", 1, -1, 1, "generic", "3.2.1", "Marks keys as used; answers how many exist.",
@@ -188,6 +189,39 @@ def renamenx(ctx: Context, argv: list[bytes]) -> Any:
     if ctx.ks.exists(ctx.db, argv[2]):
         return 0
     ctx.ks.rename(ctx.db, argv[1], argv[2])
+    return 1
+
+
+@command("COPY", -3, "write denyoom", 1, 2, 1, "generic", "6.2.0", "Copies a value, its time to live included.",
+         "O(N) where N is the size of the value", keys="RO access; OW update")  # fmt: skip
+def copy(ctx: Context, argv: list[bytes]) -> Any:
+    target_db, replace, i = ctx.db, False, 3
+    while i < len(argv):
+        option = args.upper(argv[i])
+        if option == b"REPLACE":
+            replace = True
+        elif option == b"DB" and i + 1 < len(argv):
+            i += 1
+            target_db = database(ctx, argv[i])
+        else:
+            raise CommandError(errors.SYNTAX)
+        i += 1
+    if target_db == ctx.db and argv[1] == argv[2]:
+        raise CommandError(errors.SAME_OBJECT)
+    value = ctx.ks.get(ctx.db, argv[1])
+    if value is None:
+        return 0
+    if ctx.ks.exists(target_db, argv[2]):
+        if not replace:
+            return 0
+        ctx.ks.delete(target_db, argv[2])
+    expire_ms = max(0, ctx.ks.expire_at(ctx.db, argv[1]))
+    if isinstance(value, bytes):
+        ctx.ks.set(target_db, argv[2], value, expire_ms)
+    else:
+        effects.put_copy(ctx, target_db, argv[2], value, ctx.ks.memory(ctx.db, argv[1]))
+        if expire_ms:
+            ctx.ks.set_expire(target_db, argv[2], expire_ms)
     return 1
 
 

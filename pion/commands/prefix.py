@@ -161,7 +161,15 @@ def lookup(ctx: Context, argv: list[bytes]) -> Any:
             options["digest"] = kv.digest(argv[i + 1])
         else:
             raise CommandError("ERR KV.PREFIX.LOOKUP unknown option (TOKENS, PREFILL_MS)")
+    if engine.must_load(ns):
+        return _loaded_lookup(ctx, ns, options)
     return HIT if engine.lookup(ns, **options) else MISS
+
+
+async def _loaded_lookup(ctx: Context, ns: bytes, options: dict[str, Any]) -> Any:
+    """The first lookup after a start reads the headers of the file, which may be on a slow disk."""
+    await ctx.in_thread(ctx.engine.load, ns)
+    return HIT if ctx.engine.lookup(ns, **options) else MISS
 
 
 @command(

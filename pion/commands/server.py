@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from typing import Any
 
@@ -41,14 +40,18 @@ async def _save(ctx: Context) -> None:
     if state.saving:
         raise CommandError("ERR Background save already in progress")
     state.saving = True
+    changes = ctx.ks.dirty
     try:
         await ctx.in_thread(ctx.engine.save)
+    except StorageError:
+        state.last_save_ok = False
+        raise
     except OSError as error:
         state.last_save_ok = False
         raise StorageError(f"ERR save failed: {error.strerror}") from error
     finally:
         state.saving = False
-    state.last_save, state.last_save_ok = int(time.time()), True
+    state.last_save, state.last_save_ok, state.saved_changes = int(time.time()), True, changes
 
 
 @command("SAVE", 1, "admin noscript no_async_loading no_multi", 0, 0, 0, "server", "1.0.0",
@@ -161,29 +164,15 @@ def latency_histogram(_ctx: Context, _argv: list[bytes]) -> Any:
 container("MEMORY", "server", "4.0.0", "Commands about memory.")
 container("OBJECT", "generic", "2.2.3", "Commands about the inside of values.")
 
-_ENTRY_BYTES = 96  # record, bucket slot and allocator overhead of one key
-_MEMBER_BYTES = 160  # a score, a slot of the table and a place in the order
-
-
-def memory_of(key: bytes, value: Any) -> int:
-    """About how many bytes a key holds, its own record included."""
-    own = _ENTRY_BYTES + len(key)
-    if isinstance(value, bytes):
-        return own + len(value)
-    if isinstance(value, dict):
-        return own + sys.getsizeof(value) + sum(sys.getsizeof(k) + sys.getsizeof(v) for k, v in value.items())
-    return own + sum(_MEMBER_BYTES + sys.getsizeof(member) for member in value)
-
 
 @command("MEMORY|USAGE", -3, "readonly", 2, 2, 1, "server", "4.0.0", "About how many bytes a key holds.",
-         "O(N) where N is the number of elements", keys="RO")  # fmt: skip
+         "O(1)", keys="RO")  # fmt: skip
 def memory_usage(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) not in (3, 5) or (len(argv) == 5 and args.upper(argv[3]) != b"SAMPLES"):
         raise CommandError(errors.SYNTAX)
     if len(argv) == 5 and args.integer(argv[4]) < 0:
         raise CommandError(errors.SYNTAX)
-    value = ctx.ks.get(ctx.db, argv[2])
-    return None if value is None else memory_of(argv[2], value)
+    return ctx.ks.memory(ctx.db, argv[2])
 
 
 _ENCODINGS = {b"string": b"raw", b"hash": b"hashtable", b"zset": b"skiplist"}
@@ -200,6 +189,20 @@ def object_encoding(ctx: Context, argv: list[bytes]) -> Any:
          keys="RO")  # fmt: skip
 def object_refcount(ctx: Context, argv: list[bytes]) -> Any:
     return 1 if ctx.ks.exists(ctx.db, argv[2]) else None
+
+
+@command("OBJECT|IDLETIME", 3, "readonly", 2, 2, 1, "generic", "2.2.3", "Seconds since a key was used.", "O(1)",
+         keys="RO")  # fmt: skip
+def object_idletime(ctx: Context, argv: list[bytes]) -> Any:
+    return ctx.ks.idle_seconds(ctx.db, argv[2])
+
+
+@command("OBJECT|FREQ", 3, "readonly", 2, 2, 1, "generic", "4.0.0", "How often a key is used; not counted here.",
+         "O(1)", keys="RO")  # fmt: skip
+def object_freq(ctx: Context, argv: list[bytes]) -> Any:
+    if not ctx.ks.exists(ctx.db, argv[2]):
+        return None
+    raise CommandError(errors.NO_LFU)
 
 
 # --- probes --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pion import limits
 from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
+_FAST_COMMAND_US = 1000  # a slow log from this threshold on would not see a fast command
 _SAMPLES = 16  # of a tenth of a second each, as Redis averages its instantaneous figures
 
 
@@ -138,6 +139,7 @@ class ServerState:
     engine: Any = None
     port: int = 0
     maxmemory: int = 0
+    maxclients: int = limits.DEFAULT_MAXCLIENTS
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
     started: float = field(default_factory=time.monotonic)
     started_unix: int = field(default_factory=lambda: int(time.time()))
@@ -151,7 +153,8 @@ class ServerState:
     last_save: int = field(default_factory=lambda: int(time.time()))
     last_save_ok: bool = True
     saving: bool = False
-    _paused: str | None = None
+    saved_changes: int = 0
+    paused: str | None = None
     _pause_end: float = 0.0
     _unpaused: Any = None
     _samples: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
@@ -188,30 +191,34 @@ class ServerState:
         if self.new_event is None:
             raise CommandError("ERR CLIENT PAUSE needs a running server")
         end = time.monotonic() + milliseconds / 1000
-        if self._paused is None:
+        if self.paused is None:
             self._unpaused = self.new_event()
-        self._pause_end = max(end, self._pause_end) if self._paused else end
-        self._paused = "all" if "all" in (mode, self._paused) else "write"
-        if self.plane is not None:
-            self.plane.fast_enabled = False
+        self._pause_end = max(end, self._pause_end) if self.paused else end
+        self.paused = "all" if "all" in (mode, self.paused) else "write"
+        self.choose_door()
 
     def unpause(self) -> None:
         """Lets the held commands run."""
-        if self._paused is None:
+        if self.paused is None:
             return
-        self._paused = None
-        if self.plane is not None:
-            self.plane.fast_enabled = True
+        self.paused = None
+        self.choose_door()
         self._unpaused.set()
+
+    def choose_door(self) -> None:
+        """Lets the plane run fast commands itself, unless a pause holds them or the slow log wants every one."""
+        if self.plane is not None:
+            logs_everything = 0 <= self.slowlog.threshold_us < _FAST_COMMAND_US
+            self.plane.fast_enabled = self.paused is None and not logs_everything
 
     def holds(self, write: bool) -> bool:
         """True when a command must wait for the end of a pause."""
-        if self._paused is None:
+        if self.paused is None:
             return False
         if time.monotonic() >= self._pause_end:
             self.unpause()
             return False
-        return write or self._paused == "all"
+        return write or self.paused == "all"
 
     async def wait_unpaused(self) -> None:
         """Returns when the pause that is on now has ended."""
@@ -221,7 +228,7 @@ class ServerState:
 
     def tick(self) -> None:
         """Ten times a second: end of a pause, memory gate, samples of the instantaneous figures."""
-        if self._paused is not None and time.monotonic() >= self._pause_end:
+        if self.paused is not None and time.monotonic() >= self._pause_end:
             self.unpause()
         self.over_memory()
         stats = self.plane.stats if self.plane is not None else {}
@@ -236,12 +243,12 @@ class ServerState:
         return self.commands_processed
 
     def command_stats(self) -> dict[str, CommandStats]:
-        """Calls by command name, those of the C fast path added."""
+        """Calls by command name, those of the C fast path added (their time is not taken)."""
         out = {name: replace(stats) for name, stats in self.commands.items()}
-        for name, calls, usec in self.plane.fast_calls() if self.plane is not None else ():
-            stats = out.setdefault(name, CommandStats())
-            stats.calls += calls
-            stats.usec += usec
+        fast = self.plane.stats["fast_calls"] if self.plane is not None else {}
+        for name, calls in fast.items():
+            if calls:
+                out.setdefault(name.decode(), CommandStats()).calls += calls
         return out
 
     def rates(self) -> tuple[int, float, float]:

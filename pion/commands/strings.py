@@ -82,7 +82,7 @@ def parse_options(tokens: list[bytes], for_set: bool) -> SetOptions:
 
 @command(
     "GET", 2, "readonly fast", 1, 1, 1, "string", "1.0.0", "The value of a key.", "O(1)",
-    keys="RO access",
+    keys="RO access", fast="GET",
 )  # fmt: skip
 def get(ctx: Context, argv: list[bytes]) -> Any:
     return read(ctx, argv[1])
@@ -90,7 +90,7 @@ def get(ctx: Context, argv: list[bytes]) -> Any:
 
 @command(
     "SET", -3, "write denyoom", 1, 1, 1, "string", "1.0.0",
-    "Sets the value of a key, whatever it held before.", "O(1)", keys="RW access update variable_flags",
+    "Sets the value of a key, whatever it held before.", "O(1)", keys="RW access update variable_flags", fast="SET",
 )  # fmt: skip
 def set_(ctx: Context, argv: list[bytes]) -> Any:
     options = parse_options(argv[3:], for_set=True)
@@ -165,7 +165,7 @@ def getex(ctx: Context, argv: list[bytes]) -> Any:
 
 
 @command("MGET", -2, "readonly fast", 1, -1, 1, "string", "1.0.0", "The values of several keys.",
-         "O(N) where N is the number of keys", keys="RO access")  # fmt: skip
+         "O(N) where N is the number of keys", keys="RO access", fast="MGET")  # fmt: skip
 def mget(ctx: Context, argv: list[bytes]) -> Any:
     values = (ctx.ks.get(ctx.db, key) for key in argv[1:])
     return [value if isinstance(value, bytes) else None for value in values]
@@ -197,16 +197,11 @@ def msetnx(ctx: Context, argv: list[bytes]) -> Any:
 
 
 def _add(ctx: Context, key: bytes, delta: int) -> int:
-    raw = read(ctx, key)
-    value = args.integer(raw) if raw is not None else 0
-    if not args.INT64_MIN <= value + delta <= args.INT64_MAX:
-        raise CommandError(errors.INCR_OVERFLOW)
-    ctx.ks.set(ctx.db, key, b"%d" % (value + delta), keepttl=True)
-    return value + delta
+    return int(ctx.ks.incr(ctx.db, key, delta))
 
 
 @command("INCR", 2, "write denyoom fast", 1, 1, 1, "string", "1.0.0", "Adds one to the integer at a key.", "O(1)",
-         keys="RW access update")  # fmt: skip
+         keys="RW access update", fast="INCR")  # fmt: skip
 def incr(ctx: Context, argv: list[bytes]) -> Any:
     return _add(ctx, argv[1], 1)
 
@@ -257,20 +252,18 @@ def incrbyfloat(ctx: Context, argv: list[bytes]) -> Any:
 @command("APPEND", 3, "write denyoom fast", 1, 1, 1, "string", "2.0.0", "Appends to the string at a key.",
          "O(1) amortized", keys="RW insert")  # fmt: skip
 def append(ctx: Context, argv: list[bytes]) -> Any:
-    old = read(ctx, argv[1]) or b""
-    if len(old) + len(argv[2]) > limits.STRING_MAX:
+    if ctx.ks.strlen(ctx.db, argv[1]) + len(argv[2]) > limits.STRING_MAX:
         raise CommandError(errors.STRING_TOO_LONG)
-    ctx.ks.set(ctx.db, argv[1], old + argv[2], keepttl=True)
-    return len(old) + len(argv[2])
+    if not argv[2] and not ctx.ks.exists(ctx.db, argv[1]):
+        ctx.ks.set(ctx.db, argv[1], b"")  # Redis makes the key even for nothing
+        return 0
+    return ctx.ks.append(ctx.db, argv[1], argv[2])
 
 
 @command("STRLEN", 2, "readonly fast", 1, 1, 1, "string", "2.2.0", "The length of the string at a key.", "O(1)",
          keys="RO")  # fmt: skip
 def strlen(ctx: Context, argv: list[bytes]) -> Any:
-    kind = ctx.ks.type(ctx.db, argv[1])
-    if kind not in (None, b"string"):
-        raise WrongTypeError
-    return ctx.ks.strlen(ctx.db, argv[1]) if kind else 0
+    return ctx.ks.strlen(ctx.db, argv[1])
 
 
 def _getrange(ctx: Context, argv: list[bytes]) -> bytes:
@@ -302,11 +295,9 @@ def setrange(ctx: Context, argv: list[bytes]) -> Any:
     offset = args.integer(argv[2])
     if offset < 0:
         raise CommandError(errors.OFFSET_RANGE)
-    old, piece = read(ctx, argv[1]) or b"", argv[3]
-    if not piece:
-        return len(old)
-    if offset + len(piece) > limits.STRING_MAX:
+    length = ctx.ks.strlen(ctx.db, argv[1])
+    if not argv[3]:
+        return length
+    if offset + len(argv[3]) > limits.STRING_MAX:
         raise CommandError(errors.STRING_TOO_LONG)
-    value = old[:offset].ljust(offset, b"\0") + piece + old[offset + len(piece) :]
-    ctx.ks.set(ctx.db, argv[1], value, keepttl=True)
-    return len(value)
+    return ctx.ks.write(ctx.db, argv[1], offset, argv[3])

@@ -37,6 +37,10 @@ _GROUP_CATEGORY = {
 }
 
 
+# Writes of these groups go to the log of the ordinary keyspace.
+_LOGGED_GROUPS = frozenset({"string", "generic", "hash", "sorted-set", "server"})
+
+
 @dataclass(eq=False, slots=True)
 class Command:
     """One command or subcommand.
@@ -50,6 +54,7 @@ class Command:
             key each are separated by `;`.
         fast: suffix of the plane's constant (`GET` -> `plane.FAST_GET`) when the plane also has this command in C.
         stream_arg: argv index of the argument that may be received straight into a file, or None.
+        logged: True for a write to the ordinary keyspace, which is refused while its log cannot be written.
         open_stream: `(ctx, argv_so_far, nbytes) -> Sink`, set by the family that owns the command.
     """
 
@@ -72,6 +77,7 @@ class Command:
     subcommands: dict[bytes, Command] = field(default_factory=dict)
     write: bool = False
     denyoom: bool = False
+    logged: bool = False
     no_auth: bool = False
 
     def arity_ok(self, argc: int) -> bool:
@@ -140,6 +146,7 @@ def add(record: Command) -> None:
     record.write = "write" in record.flags
     record.denyoom = "denyoom" in record.flags
     record.no_auth = "no_auth" in record.flags
+    record.logged = record.write and record.group in _LOGGED_GROUPS
     record.acl = record.acl | _implied_categories(record)
     container, _, sub = record.name.partition("|")
     home = COMMANDS[container.encode()].subcommands if sub else COMMANDS

@@ -78,6 +78,9 @@ def install() -> str | None:
         if not target.exists():
             _build(openblas, target)
         ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
+        if "OPENBLAS_NUM_THREADS" not in os.environ:
+            # Its threads wait for each other by spinning: on two busy cores, two are 10 times slower than one.
+            ctypes.CDLL(str(openblas)).scipy_openblas_set_num_threads64_(max(1, (os.cpu_count() or 1) // 2))
     except OSError as error:
         return f"the BLAS shim could not be built or loaded ({error}); matrix products run on mlx's reference BLAS"
     return None

@@ -1,0 +1,1 @@
+"""Sockets, timers and shutdown: the part of the server that runs on trio."""

@@ -1,0 +1,1 @@
+"""Readable numpy twins of the compiled core: what its tests compare it with."""

@@ -1,0 +1,1 @@
+"""Entries, prefixes, sessions and the keyspace: state and durability, no sockets."""

@@ -5,8 +5,8 @@ live into a new file, without the lock; then, with the lock, it copies what was 
 in the place of the old one. Readers of the old file keep it.
 
 When: a layer is in more than 64 pieces and a quarter of the file came after the last compaction, so that the bytes
-written by all compactions together stay a small multiple of the bytes stored; or a quarter of the file is dead. A quiet
-entry is compacted earlier.
+written by all compactions together stay a small multiple of the bytes stored; or a quarter of the file is dead. One
+that is read, or that nobody writes to, is compacted earlier.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pion._core import framing, vstore
 from pion._core.stream import FdRef
 from pion.errors import CommandError
 from pion.store import layout, loader
-from pion.store.entries import DamagedError, Entry
+from pion.store.entries import Entry
 from pion.store.store import Store
 
 log = logging.getLogger("pion.store")
 
 GROWN: Final = 4  # 1/4 of the file is newer than the last compaction
-QUIET_GROWN: Final = 16  # the same for an entry nobody writes to
+QUIET_GROWN: Final = 16  # the same for an entry that is read, or that nobody writes to
 DEAD_FROM: Final = 1 * limits.MIB  # dead bytes in a small file are not worth a rewrite
 _ROUNDS: Final = 4
 
@@ -52,7 +52,7 @@ def compact(store: Store, entry: Entry) -> bool:
     """
     try:
         return _compact(store, entry)
-    except (OSError, DamagedError, vstore.DamageError) as error:
+    except (OSError, CommandError, vstore.DamageError) as error:
         log.warning("entry %r could not be compacted: %s", entry.name, error)
         return False
 
@@ -60,7 +60,7 @@ def compact(store: Store, entry: Entry) -> bool:
 def _compact(store: Store, entry: Entry) -> bool:
     loader.precheck(store, entry)
     with store.lock:
-        if entry.gone or entry.rows is None or entry.writers:
+        if entry.gone or entry.rows is None or entry.writers or entry.compacting:
             return False
         need = entry.disk
         if need > store.max_bytes // 8 and store.totals.disk + store.held_bytes() + need > store.max_bytes:
@@ -71,12 +71,14 @@ def _compact(store: Store, entry: Entry) -> bool:
             return False
         loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
         job = _Job(store, entry)
+        entry.compacting = True
         store.totals.disk += need  # both files are on the disk for a while
     try:
         return job.run()
     finally:
         job.close()
         with store.lock:
+            entry.compacting = False
             store.totals.disk -= need
 
 
@@ -91,11 +93,12 @@ class _Job:
         self.payloads = [*([entry.blocks] if entry.blocks else []), *entry.states.values()]
         self.fresh = Entry(entry.key, layout.new_generation())
         self.fresh.seed = loader.seed_of(self.fresh.generation)
-        self.fresh.describe(list(entry.sides), entry.declared)
+        self.fresh.describe(entry.sides, entry.declared)
+        self.fresh.states = {}
         self.rows = self.fresh.rows = vstore.Rows()
         fd, self.temporary = store.files.scratch(entry.path)
         self.target = FdRef(fd)
-        self.at = 0
+        self.at = self.base = 0
 
     def run(self) -> bool:
         """Copy, catch up with what is appended meanwhile, swap."""
@@ -105,6 +108,7 @@ class _Job:
         formats = [(side.fmt, side.dim) if side else (0, 0) for side in self.fresh.sides]
         fd = self.target.fileno()
         self.at = self.plan.merge_into(self.rows, self.source.fileno(), fd, self.at, self.fresh.seed, formats)
+        self.base = self.at
         for _ in range(_ROUNDS):
             self._flush()  # what is durable in the old file must be durable in the new one before it takes its place
             with self.store.lock:
@@ -170,7 +174,7 @@ class _Job:
             entry.generation, entry.seed = fresh.generation, fresh.seed
             entry.rows, entry.states, entry.blocks = fresh.rows, fresh.states, fresh.blocks
             entry.ref = self.target
-            entry.size = entry.base = self.at
+            entry.size, entry.base = self.at, self.base
             entry.recount()
 
         store.recounted(entry, change)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from pion._core import vstore
 from pion._core.stream import FdRef
@@ -21,7 +21,7 @@ from pion.store import compact, layout
 from pion.store.entries import Entry
 from pion.store.store import Store
 
-log = logging.getLogger("pion.store")
+_log = logging.getLogger("pion.store")
 
 FLUSH_THREADS: Final = 8
 QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
@@ -29,18 +29,26 @@ _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
 _COPY_PIECE: Final = 1 << 20
 
 
+class Log(Protocol):
+    """What is needed of the keyspace on disk."""
+
+    @property
+    def unsynced_bytes(self) -> int: ...
+    def fsync(self) -> None: ...
+
+
 class Upkeep:
     """The background work of a store.
 
     Args:
         policy: appendfsync: `always`, `everysec` or `no`.
-        flush_log: makes the keyspace log durable; None without one.
+        log: the keyspace on disk, flushed together with the entries; None without one.
     """
 
-    def __init__(self, store: Store, policy: str, flush_log: Callable[[], object] | None = None) -> None:
+    def __init__(self, store: Store, policy: str, log: Log | None = None) -> None:
         self.store = store
         self.policy = policy
-        self.flush_log = flush_log
+        self.log = log
         self.failure = ""  # of the first flush that failed: what it covered may be lost, and nobody can tell
         self._workers = ThreadPoolExecutor(2, "pion-upkeep")
         self._flushers: ThreadPoolExecutor | None = None
@@ -99,11 +107,11 @@ class Upkeep:
                 if store.index is not None:
                     store.index.flush()
                 store.files.sync()
-            if self.flush_log is not None:
-                self.flush_log()
+            if self.log is not None:
+                self.log.fsync()
         except OSError as error:
             self.failure = f"an earlier flush failed: {error.strerror}"
-            log.error("flush failed: %s; nothing will be called durable until the server is restarted", error.strerror)
+            _log.error("flush failed: %s; nothing will be called durable until the server is restarted", error.strerror)
             raise
         with store.lock:
             for entry, _, nbytes in work:
@@ -140,14 +148,15 @@ class Upkeep:
         try:
             self._upkeep()
         except OSError as error:
-            log.error("upkeep: %s", error)
+            _log.error("upkeep: %s", error)
         finally:
             self._ticking.release()
 
     def _upkeep(self) -> None:
         store = self.store
         store.held_bytes()
-        if self.policy == "everysec" and not self.failure and (store.unsynced or self.flush_log is not None):
+        pending = bool(store.unsynced) or (self.log is not None and self.log.unsynced_bytes > 0)
+        if self.policy == "everysec" and pending and not self.failure:
             self.commit()
         quiet: list[Entry] = []
         with store.lock:
@@ -163,8 +172,8 @@ class Upkeep:
         if store.index is not None and used:
             with store.lock:
                 store.index.used([(entry.key, entry.used) for entry in used if not entry.gone])
-            if store.index.bloated:
-                self.rewrite_index()
+        if store.index is not None and store.index.bloated:
+            self.rewrite_index()
 
     def seal(self, entries: Iterable[Entry]) -> None:
         """Tell the index what quiet entries hold; one that has been written to meanwhile waits for its next turn."""
@@ -192,12 +201,12 @@ class Upkeep:
         with store.lock:
             index.end_rewrite(closed=closed)
 
-    def consider(self, entry: Entry) -> None:
-        """Compact an entry in the background when that pays. Called with every store."""
-        if entry not in self._queued and compact.due(entry):
+    def consider(self, entry: Entry, *, quiet: bool = False) -> None:
+        """Compact an entry in the background when that pays. Called with every store, and with fetches of fragments."""
+        if entry not in self._queued and compact.due(entry, quiet=quiet):
             self._queued.add(entry)
             try:
-                self._workers.submit(self._compact, entry)
+                self._workers.submit(self._compact, entry, quiet)
             except RuntimeError:  # closing
                 self._queued.discard(entry)
 
@@ -207,9 +216,10 @@ class Upkeep:
             entry = self.store.get(layout.PREFIX + ns)
         return entry is not None and compact.compact(self.store, entry)
 
-    def _compact(self, entry: Entry) -> None:
+    def _compact(self, entry: Entry, quiet: bool) -> None:
         try:
-            compact.compact(self.store, entry)
+            while compact.due(entry, quiet=quiet) and compact.compact(self.store, entry):
+                continue  # what was appended meanwhile may be worth another round
         finally:
             self._queued.discard(entry)
 

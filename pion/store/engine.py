@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pion import limits
+from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, startup
 from pion.store.durability import Upkeep, save_copy
@@ -75,7 +76,7 @@ class Engine(SessionMethods, PrefixMethods):
         wal: bool = True,
         ns_prefix: str = "",
         databases: int = limits.DATABASES,
-        keyspace: Any = None,
+        keyspace: Keyspace | None = None,
         ticker: bool = True,
     ) -> None:
         if appendfsync not in POLICIES:
@@ -98,8 +99,7 @@ class Engine(SessionMethods, PrefixMethods):
             self._files.close()
             raise
         self._policy = appendfsync if self.wal else "no"
-        flush_log = self.keyspace_store.fsync if self.keyspace_store is not None else None
-        self._upkeep = Upkeep(self._store, self._policy, flush_log)
+        self._upkeep = Upkeep(self._store, self._policy, self.keyspace_store)
         self._tables = Tables(self.keyspace, limits.INTERNAL_DB)
         self._sessions = Sessions(self._store)
         self._prefixes = Prefixes(self._store, self.ledger, self._tables)
@@ -136,11 +136,9 @@ class Engine(SessionMethods, PrefixMethods):
                 raise StartupError(f"data directory {self.root}: {error}") from error
         self._files = files
 
-    def _open_keyspace(self, keyspace: Any, databases: int, appendfsync: str) -> Any:
+    def _open_keyspace(self, keyspace: Keyspace | None, databases: int, appendfsync: str) -> Keyspace:
         if keyspace is not None:
             return keyspace
-        from pion._core.keyspace import Keyspace
-
         keyspace = Keyspace(databases)
         if self.root is not None and self.wal:
             from pion.store.keyspace import KeyspaceStore
@@ -204,6 +202,13 @@ class Engine(SessionMethods, PrefixMethods):
         self._upkeep.tick()
 
     # --- durability -------------------------------------------------------------------------------------------------
+
+    def set_appendfsync(self, policy: str) -> None:
+        """Change the policy while running; a store that keeps no promise goes on keeping none."""
+        if policy not in POLICIES:
+            raise ValueError(policy)
+        if self.wal:
+            self._policy = self._upkeep.policy = self.keyspace.log_policy = policy
 
     @property
     def always(self) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pion.store.layout import Declared
+from pion.store.layout import PREFIX, Declared
 from pion.store.prefixes import Prefixes
+from pion.store.sessions import Sessions
+from pion.store.store import Store
 
 
 class PrefixMethods:
     """Mixed into `Engine`."""
 
+    _store: Store
+    _sessions: Sessions
     _prefixes: Prefixes
 
     def _acknowledge(self) -> None:
@@ -60,6 +64,15 @@ class PrefixMethods:
             tokens, prefill_ms: what the hit saves, if the caller knows better.
         """
         return self._prefixes.lookup(ns, digest and digest.lower(), tokens, prefill_ms)
+
+    def must_load(self, ns: bytes) -> bool:
+        """The next use of the prefix reads the headers of its file: call `load` in a thread before it."""
+        entry = self._store.entries.get(PREFIX + ns)
+        return entry is not None and entry.rows is None
+
+    def load(self, ns: bytes) -> None:
+        """Read the headers of a prefix's file; other calls go on meanwhile."""
+        self._sessions.load(PREFIX + ns)
 
     def drop(self, *ns: bytes) -> int:
         """Drop prefixes; how many there were. They stay gone, whatever happens next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from pion._core.stream import FdRef
     from pion._core.vstore import Rows
 
+Sides = Sequence[Side | None]
+NO_SIDES: Final[Sides] = (None, None)  # shared by all entries whose file has not been read, like the next
+NO_STATES: Final[dict[int, Payload]] = {}
 BLOCK: Final = 4096  # what a file occupies is counted in blocks of this size
 
 
@@ -42,7 +46,7 @@ class Entry:
     """What is known of one entry. All attributes belong to the store's lock.
 
     Attributes:
-        key, path: identity; file relative to the data directory.
+        key: identity.
         generation, seed: of the file.
         sides: K and V (a raw entry has only the first); None = not created.
         rows: where the rows are; None until the file has been read.
@@ -53,6 +57,7 @@ class Entry:
         used: clock of the last use.
         ref: the open file.
         writers: bodies that are streaming in.
+        compacting: a worker is writing the file anew.
         dirty: the index knows that its figures are out of date.
         unsynced: bytes written since the last flush.
         quiet: ticks without a write.
@@ -62,22 +67,22 @@ class Entry:
     """
 
     __slots__ = (
-        "_meta", "base", "blocks", "declared", "dirty", "generation", "gone", "has_states", "key", "key_rows", "mask",
-        "nbytes", "path", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size", "slots",
-        "snapshots", "states", "unsynced", "used", "writers",
+        "_meta", "_path", "base", "blocks", "compacting", "declared", "dirty", "generation", "gone", "has_states",
+        "key", "key_rows", "mask", "nbytes", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size",
+        "slots", "snapshots", "states", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
         self.key = key
-        self.path = layout.entry_path(key)
+        self._path = ""
         self.generation = generation
         self.seed = 0
-        self.sides: list[Side | None] = [None, None]
+        self.sides: Sides = NO_SIDES
         self.declared: Declared = UNDECLARED
         self.mask = 0
         self.has_states = False
         self.rows: Rows | None = None
-        self.states: dict[int, Payload] = {}
+        self.states: dict[int, Payload] = NO_STATES
         self.blocks: Payload | None = None
         self.size = 0
         self.base = 0
@@ -87,12 +92,13 @@ class Entry:
         self.used = 0
         self.ref: FdRef | None = None
         self.writers = 0
+        self.compacting = False
         self.dirty = True
         self.unsynced = 0
         self.quiet = 0
-        self.slots: list[int | None] = [None, None]
+        self.slots: list[int | None] | None = None
         self.prefill_ms = 0
-        self.snapshots: dict[int, list[int]] = {}
+        self.snapshots: dict[int, list[int]] | None = None
         self.gone = False
         self._meta = b""
 
@@ -133,7 +139,7 @@ class Entry:
             self._meta = layout.pack_meta(self.sides, self.declared)
         return self._meta
 
-    def describe(self, sides: list[Side | None], declared: Declared) -> None:
+    def describe(self, sides: Sides, declared: Declared) -> None:
         """Take on what a META record says."""
         self.sides, self.declared = sides, declared
         self.mask = (sides[0] is not None) | (sides[1] is not None) << 1
@@ -144,6 +150,13 @@ class Entry:
         if self.rows is None and self._meta:
             return layout.unpack_meta(self._meta)[1]
         return self.declared
+
+    @property
+    def path(self) -> str:
+        """Of its file, relative to the data directory."""
+        if not self._path:
+            self._path = layout.entry_path(self.key)
+        return self._path
 
     @property
     def name(self) -> bytes:

@@ -15,6 +15,7 @@ import hashlib
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -136,7 +137,7 @@ def header_key(header: framing.FileHeader) -> bytes:
     return entry_key(domain, name)
 
 
-def pack_meta(sides: list[Side | None], declared: Declared) -> bytes:
+def pack_meta(sides: Sequence[Side | None], declared: Declared) -> bytes:
     """The attributes of a META record (and of an index record)."""
     packed = b"".join(
         struct.pack("<BIB", number, side.dim, side.fmt) for number, side in enumerate(sides) if side is not None

@@ -70,9 +70,12 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
         False when there is no such entry after all: the file is gone, foreign or damaged.
     """
     try:
+        unsure = entry.dirty
         store.recounted(entry, lambda: _read(store, entry))
         if thorough:
             check_all(store, entry)
+        elif unsure and entry.rows is not None and entry.rows.last:
+            _check(store, entry, [entry.rows.last])
     except FileNotFoundError:
         log.warning("entry %r: its file is gone", entry.name)
         if store.index is not None:
@@ -111,7 +114,8 @@ def _read(store: Store, entry: Entry) -> None:
     entry.recount()
     store.opened(entry)
     if known != entry.size and not entry.dirty:
-        store.mark_dirty(entry)  # somebody changed the file behind our back
+        log.warning("entry %r: its file has %d bytes of records, the index says %d", entry.name, entry.size, known)
+        store.mark_dirty(entry)
 
 
 def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> None:
@@ -162,6 +166,23 @@ def check_all(store: Store, entry: Entry) -> None:
         check_payload(store, entry, payload)
 
 
+def warm(store: Store, entry: Entry) -> None:
+    """Read the headers of an entry's file without the lock and forget them: a `load` that follows finds them cached."""
+    if entry.rows is not None or not store.files.keeps:
+        return
+    try:
+        fd = store.files.open(entry.path)
+    except OSError:
+        return  # `load` says what is wrong
+    try:
+        header, _ = files.read_header(fd)
+        vstore.Rows().scan(fd, header.size, os.fstat(fd).st_size, header.seed, lambda *_: None)
+    except (OSError, framing.FramingError, vstore.DamageError):
+        return
+    finally:
+        os.close(fd)
+
+
 def precheck(store: Store, entry: Entry) -> None:
     """Compare the checksums of all rows without holding the lock, so that a later `check_rows` has little to read.
 
@@ -188,13 +209,7 @@ def precheck(store: Store, entry: Entry) -> None:
 
 def unchecked(entry: Entry) -> bool:
     """A fetch of this entry may read much more than it answers."""
-    if entry.rows is None:
-        return True
-    return any(
-        entry.rows.unchecked(side, layer, 0, _ALL_ROWS)
-        for side in (layout.KEYS, layout.VALUES)
-        for layer in range(entry.rows.layers(side))
-    )
+    return entry.rows is None or entry.rows.doubtful()
 
 
 def _check(store: Store, entry: Entry, records: list[int]) -> None:

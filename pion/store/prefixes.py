@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import fnmatch
 import struct
 from dataclasses import fields, replace
-from typing import Any
 
 from pion import limits
 from pion._core import framing, membership
+from pion._core.keyspace import Keyspace, glob_match
 from pion._core.stream import Extents
 from pion.errors import CommandError, MismatchError
 from pion.store import layout, loader, writes
@@ -218,7 +217,7 @@ class Prefixes:
                 entry = store.entries[key]
                 if not entry.mask & 1 or (scope is not None and entry.peek().scope != scope):
                     continue
-                if match is None or _glob(match, entry.name):
+                if match is None or glob_match(match, entry.name):
                     names.append(entry.name)
             return 0, names
 
@@ -277,7 +276,7 @@ class Tables:
     The server keeps them in a database of the keyspace that no client can select, where the compiled probe finds them.
     """
 
-    def __init__(self, keyspace: Any, database: int) -> None:
+    def __init__(self, keyspace: Keyspace, database: int) -> None:
         self._keyspace = keyspace
         self._database = database
 
@@ -301,7 +300,3 @@ def _place(name: bytes) -> int:
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace").translate({13: " ", 10: " "})
-
-
-def _glob(pattern: bytes, name: bytes) -> bool:
-    return fnmatch.fnmatchcase(name, pattern.replace(b"[^", b"[!"))

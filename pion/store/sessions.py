@@ -103,7 +103,7 @@ class Sessions:
     def _add_side(self, entry: Entry, side: int, about: Side) -> None:
         store = self.store
         store.make_slots(1, entry)
-        before = list(entry.sides)
+        before = entry.sides
         sides = list(before)
         sides[side] = about
         store.recounted(entry, lambda: entry.describe(sides, entry.declared))
@@ -188,11 +188,17 @@ class Sessions:
 
     def prepare(self, sid: bytes) -> None:
         """Compare the checksums of a session without holding the lock; a later fetch does not read for that."""
-        key, _ = locate(sid)
-        with self.store.lock:
-            entry = self.store.get(key)
+        entry = self.load(locate(sid)[0])
         if entry is not None:
             loader.precheck(self.store, entry)
+
+    def load(self, key: bytes) -> Entry | None:
+        """Read an entry's headers, most of the time without holding the lock."""
+        entry = self.store.entries.get(key)
+        if entry is not None:
+            loader.warm(self.store, entry)
+        with self.store.lock:
+            return self.store.get(key)
 
     def fetch_range(self, sid: bytes, layer: int, start: int, end: int, native: bool, raw: bool) -> Extents | None:
         """Rows [start, end) of one layer; None when the layer has none of them."""
@@ -222,18 +228,20 @@ class Sessions:
         rows = entry.rows
         assert rows is not None
         self.fetches += end - start
+        if start >= rows.tokens(side, layer):
+            return None
         if entry.declared.rows is not None:
             self._check_declared(entry, side, layer, start, end)
-        elif start >= rows.tokens(side, layer):
-            return None
         loader.check_rows(self.store, entry, side, layer, start, end)
         segments = rows.segments(self.store.ref(entry), side, layer, start, end, about.row_bytes)
+        if len(segments) > limits.COMPACT_EXTENTS and self.store.fragmented is not None:
+            self.store.fragmented(entry, quiet=True)
         if raw or about.fmt == _FP32 or (native and about.fmt == _FP16):
             return Extents(segments)
         return Extents(segments, about.fmt, about.dim)
 
     def _check_declared(self, entry: Entry, side: int, layer: int, start: int, end: int) -> None:
-        """Of a declared prefix rows are there or they are an error, never zeros."""
+        """Of a declared prefix the rows asked for are there or they are an error, never zeros."""
         rows, declared = entry.rows, entry.declared
         assert rows is not None
         assert declared.rows is not None
@@ -246,7 +254,7 @@ class Sessions:
         if not rows.covers(side, layer, start, end):
             raise CommandError(
                 f"ERR V.FETCH: layer {layer} does not hold all rows {start}..{end} "
-                f"({rows.live(side, layer)} of {declared.rows} are stored)"
+                f"(it has {rows.live(side, layer)} of the declared {declared.rows})"
             )
 
     def fetch_ids(self, sid: bytes, layer: int, ids: list[int]) -> Extents | None:
@@ -259,11 +267,11 @@ class Sessions:
             assert rows is not None
             self.fetches += len(ids)
             tokens, stride = rows.tokens(side, layer), about.row_bytes
+            if not any(0 <= row < tokens for row in ids):
+                return None
             if entry.declared.rows is not None:
                 for row in ids:
                     self._check_declared(entry, side, layer, row, row + 1)
-            elif not any(0 <= row < tokens for row in ids):
-                return None
             ref = store.ref(entry)
             segments = []
             for row in ids:
@@ -305,6 +313,8 @@ class Sessions:
         with store.lock:
             entry, side, _ = self._find(sid)
             assert entry.rows is not None
+            if entry.snapshots is None:
+                entry.snapshots = {}
             if sum(1 for kept in entry.snapshots.values() if kept[0] == side) >= limits.MAX_SNAPSHOTS:
                 raise CommandError(f"ERR V.SNAPSHOT: no free snapshot slot (max {limits.MAX_SNAPSHOTS} per session)")
             self._last_snapshot += 1
@@ -317,7 +327,7 @@ class Sessions:
         store = self.store
         with store.lock:
             entry, side, _ = self._find(sid)
-            kept = entry.snapshots.get(ident)
+            kept = (entry.snapshots or {}).get(ident)
             if kept is None or kept[0] != side:
                 raise CommandError("ERR V.RESTORE: unknown snap_id for this session")
             rows = entry.rows
@@ -333,8 +343,7 @@ class Sessions:
         """Forget a snapshot; 1 when it was there."""
         with self.store.lock:
             entry, side, _ = self._find(sid)
-            kept = entry.snapshots.get(ident)
-            if kept is None or kept[0] != side:
+            if entry.snapshots is None or entry.snapshots.get(ident, [-1])[0] != side:
                 return 0
             del entry.snapshots[ident]
             return 1

@@ -7,8 +7,11 @@ left alone.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +44,18 @@ class Found:
 def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, index.Loaded]:
     """Read the index, then what it does not vouch for, and bring everything under the caps."""
     found = Found()
-    known = idx.load(lambda fd, start, end: files.keep_tail(index.NAME, fd, start, end))
+    with _no_collection():
+        known = idx.load(lambda fd, start, end: files.keep_tail(index.NAME, fd, start, end))
     if known.tail:
         log.warning("index: cut %d bytes that are no record (%s)", known.tail, known.reason)
+    for name in foreign_originals(files.root):
+        log.warning("%s is a snapshot of another Pion: it is neither read nor overwritten", name)
     idx.opened()
     for figures in known.entries.values():
         if not known.trusted or not (known.same_boot or figures.flags & index.SYNCED):
             figures.flags &= ~index.CLEAN
-    store.load_index(known.entries)
+    with _no_collection():
+        store.load_index(known.entries)
     for key, generation in known.dropped.items():
         _bury(files, key, generation)
     if not known.trusted:
@@ -58,6 +65,18 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, i
         loader.load(store, entry, thorough=not known.same_boot)
     store.enforce()
     return found, known
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of objects that all stay: looking for cycles among them takes longer than making them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _bury(files: DiskFiles, key: bytes, generation: int) -> None:
@@ -128,6 +147,8 @@ def _adopt(store: Store, files: DiskFiles, path: str) -> bool:
     with store.lock:
         try:
             fd = files.open(path)
+        except FileNotFoundError:
+            return True  # dropped since the directory was read
         except OSError:
             return False
         try:

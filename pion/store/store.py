@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from pion._core import vstore
 from pion._core.stream import FdRef
@@ -50,6 +50,12 @@ class Totals:
     unsynced: int = 0
 
 
+class Fragmented(Protocol):
+    """Told of entries that may be in too many pieces; `quiet`: one that is being read."""
+
+    def __call__(self, entry: Entry, *, quiet: bool = False) -> None: ...
+
+
 class Store:
     """Entries by key, least recently used first.
 
@@ -77,7 +83,7 @@ class Store:
         self.used: set[Entry] = set()  # whose clock the index does not know yet
         self.ends: OrderedDict[bytes, str] = OrderedDict()
         self.on_drop: Callable[[Entry], None] | None = None
-        self.fragmented: Callable[[Entry], None] | None = None
+        self.fragmented: Fragmented | None = None
         self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
         self._open: OrderedDict[Entry, None] = OrderedDict()
         self._free_slots: list[int] = []
@@ -131,6 +137,8 @@ class Store:
 
     def slot(self, entry: Entry, side: int) -> int:
         """The session number of a side: the smallest that is free."""
+        if entry.slots is None:
+            entry.slots = [None, None]
         slot = entry.slots[side]
         if slot is None:
             if self._free_slots:
@@ -170,7 +178,7 @@ class Store:
         except OSError as error:
             raise StorageError(f"ERR the entry could not be created: {error.strerror}") from error
         entry.ref = FdRef(fd)
-        entry.rows = vstore.Rows()
+        entry.rows, entry.states = vstore.Rows(), {}
         entry.size = entry.base = len(data)
         if over is not None:
             self.forget(over, "replaced by a REGISTER with REPLACE")
@@ -264,10 +272,10 @@ class Store:
         for group in (self.unsynced, self.restless, self.used):
             group.discard(entry)
         self._open.pop(entry, None)
-        for side, slot in enumerate(entry.slots):
+        for slot in entry.slots or ():
             if slot is not None:
                 heapq.heappush(self._free_slots, slot)
-                entry.slots[side] = None
+        entry.slots = None
         self.ends[entry.key] = reason
         self.ends.move_to_end(entry.key)
         if len(self.ends) > REMEMBERED:

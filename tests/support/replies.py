@@ -107,6 +107,7 @@ class SocketClient:
             except Incomplete:
                 data = self.sock.recv(1 << 20)
                 if not data:
+                    self.close()
                     raise EOFError from None
                 self.pending += data
             else:

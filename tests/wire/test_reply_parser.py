@@ -70,6 +70,28 @@ def test_nulls_keep_their_place_and_other_sizes_arrive_as_bytes() -> None:
     assert reply[2] is outs[2]
 
 
+@pytest.mark.parametrize("step", [1, 7, 100, 65536])
+@pytest.mark.parametrize("nbytes", [4, 40_000])
+def test_a_function_may_give_the_same_buffer_for_every_bulk(step: int, nbytes: int) -> None:
+    buffer, seen, asked = bytearray(nbytes), [], []
+
+    def next_buffer(index: int, size: int) -> bytearray | None:
+        seen.append(bytes(buffer[:1]))
+        asked.append((index, size))
+        return buffer if size == nbytes else None
+
+    parser = ReplyParser()
+    parser.expect(next_buffer)
+    data = fetch_reply(3, nbytes).replace(b"*3", b"*5") + b"$-1\r\n$2\r\nxy\r\n+OK\r\n"
+    replies = receive(parser, data, step)
+    assert asked == [(0, nbytes), (1, nbytes), (2, nbytes), (3, -1), (4, 2)]
+    assert seen[1:4] == [b"\0", b"\1", b"\2"]
+    assert [item is buffer for item in replies[0]] == [True] * 3 + [False] * 2
+    assert replies[0][3:] == [None, b"xy"]
+    assert replies[1] == "OK"
+    assert parser.idle
+
+
 def test_an_error_or_a_push_does_not_shift_the_plans() -> None:
     out = bytearray(2)
     parser = ReplyParser()

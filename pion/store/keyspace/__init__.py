@@ -1,0 +1,6 @@
+"""The ordinary keyspace on disk: log, snapshots, replay; and the objects in it."""
+
+from pion.store.keyspace.replay import Recovery
+from pion.store.keyspace.store import KeyspaceStore
+
+__all__ = ["KeyspaceStore", "Recovery"]

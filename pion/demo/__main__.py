@@ -1,0 +1,7 @@
+"""`python -m pion.demo`."""
+
+import sys
+
+from pion.demo import main
+
+sys.exit(main())
