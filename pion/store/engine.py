@@ -208,7 +208,9 @@ class Engine(SessionMethods, PrefixMethods):
         if policy not in POLICIES:
             raise ValueError(policy)
         if self.wal:
-            self._policy = self._upkeep.policy = self.keyspace.log_policy = policy
+            self._policy = self._upkeep.policy = policy
+            if self.keyspace_store is not None:
+                self.keyspace_store.set_policy(policy)
 
     @property
     def always(self) -> bool:
