@@ -207,8 +207,11 @@ class Engine(SessionMethods, PrefixMethods):
         """Change the policy while running; a store that keeps no promise goes on keeping none."""
         if policy not in POLICIES:
             raise ValueError(policy)
-        if self.wal:
-            self._policy = self._upkeep.policy = self.keyspace.log_policy = policy
+        if not self.wal:
+            return
+        if self.keyspace_store is not None:
+            self.keyspace_store.set_policy(policy)
+        self._policy = self._upkeep.policy = policy
 
     @property
     def always(self) -> bool:
