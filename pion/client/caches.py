@@ -176,6 +176,7 @@ class Restorer:
         self._layout, self._count = layout, count
         self._cache = new_cache(model)
         self._arrays: dict[tuple[int, int], Any] = {}
+        self._wide: bytearray | None = None
         self._mx, _ = _mlx()
         # 16-bit floats live in u16 arrays until `finish`: the buffer protocol has no bfloat16.
         self._kind = self._mx.float32 if layout.dtype == "float32" else self._mx.uint16
@@ -201,7 +202,9 @@ class Restorer:
             raise ValueError(f"layer {layer}: {len(data)} bytes are not {self._count} rows of {dim} values")
         wanted = WORDS[layout.dtype]
         if code != wanted:
-            data = memoryview(quant.decode(code, data, dim))
+            if self._wide is None:  # one for all layers: fresh memory costs more than the conversion
+                self._wide = bytearray(self.nbytes(quant.FP32))
+            data = memoryview(quant.decode(code, data, dim, out=self._wide))
             if wanted != quant.FP32:
                 data = memoryview(quant.encode(quant.FP32, wanted, data, dim))
         rows = np.frombuffer(data, _DTYPES[layout.dtype]).reshape(self._count, layout.n_kv_heads, layout.head_dim)

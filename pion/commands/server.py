@@ -46,8 +46,8 @@ async def _save(ctx: Context) -> None:
     state.saving = True
     changes = ctx.ks.dirty
     try:
-        await ctx.in_thread(ctx.engine.commit)
-    except StorageError:
+        await ctx.in_thread(ctx.engine.checkpoint)
+    except (OSError, StorageError):
         state.last_save_ok = False
         raise StorageError(errors.SAVE_FAILED) from None
     finally:

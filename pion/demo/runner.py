@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object at the end")
     parser.add_argument("--keep", metavar="DIR", help="use this data directory and keep it")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of the weights")
-    parser.add_argument("--tokens", type=int, default=48, help="longest answer (default 48)")
+    parser.add_argument("--tokens", type=int, default=41, help="longest answer (default 41: the model goes on)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds a process may say nothing (default 300)")
     options = parser.parse_args(argv)
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pion.demo.worker", description=__doc__)
     parser.add_argument("--url", required=True, help="the server")
     parser.add_argument("--dtype", default="float32", help="of the model's weights")
-    parser.add_argument("--tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--tokens", type=int, default=41, help="longest answer")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
 
