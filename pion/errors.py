@@ -110,6 +110,8 @@ ZRANGE_LIMIT: Final = "ERR syntax error, LIMIT is only supported in combination 
 ZRANGE_LEX_SCORES: Final = "ERR syntax error, WITHSCORES not supported in combination with BYLEX"
 
 # --- server -------------------------------------------------------------------------------------------------------
+NOTHING_KEPT: Final = "ERR the ordinary keyspace is not kept on disk (--memory-only or --no-wal)"
+SAVE_FAILED: Final = "ERR the log could not be flushed: what was acknowledged may not survive a power loss"
 NO_LFU: Final = (
     "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
     "between policies at runtime LRU and LFU data will take some time to adjust."
