@@ -336,3 +336,20 @@ def test_idle_connections_are_closed() -> None:
                 continue
         client.close()
         busy.close()
+
+
+def test_maxmemory_holds_for_fast_commands_too(server: testing.Server) -> None:
+    client = connect(server)
+    client("FLUSHALL")
+    assert client("CONFIG", "SET", "maxmemory", "8mb") == Simple(b"OK")
+    deadline = time.monotonic() + 20
+    count = 0
+    while (reply := client("SET", f"big{count}", b"x" * (1 << 18))) == Simple(b"OK"):
+        count += 1
+        assert time.monotonic() < deadline
+    assert reply == Error(b"OOM command not allowed when used memory > 'maxmemory'.")
+    assert client("GET", "big0") == b"x" * (1 << 18)
+    assert client("FLUSHALL") == Simple(b"OK")
+    assert client("SET", "k", "v") == Simple(b"OK")
+    assert client("CONFIG", "SET", "maxmemory", "0") == Simple(b"OK")
+    client.close()
