@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 USES: dict[str, tuple[str, ...]] = {
     "errors": (),
     "limits": (),
+    "config": ("errors", "limits"),
     "_core": ("errors", "limits"),
     "ref": ("_core",),  # for the value types its answers are compared in
     "wire": ("_core",),
@@ -25,12 +26,12 @@ USES: dict[str, tuple[str, ...]] = {
     "store": ("_core",),
     "auth": ("errors",),
     "commands": ("store", "attention", "wire", "auth"),
-    "net": ("commands", "wire", "auth"),
+    "net": ("commands", "wire", "auth", "config"),
     "client": ("wire",),
     "serve": ("client",),
 }
 # These stand above all others: they may use everything, and no layer may use them.
-TOP = ("cli", "config", "demo", "testing", "__main__")
+TOP = ("cli", "demo", "testing", "__main__")
 
 # External packages that belong to some layers only. "inside" = in function bodies, anywhere.
 TRIO = ("net", "serve", "client.async_", "client.async_pool", "testing", "cli")

@@ -1,5 +1,5 @@
 from collections.abc import Iterator
-from typing import Any, Literal, final
+from typing import Any, final
 
 from typing_extensions import Buffer
 
@@ -55,7 +55,7 @@ class Keyspace:
         offset: int,
         seed: int,
         *,
-        policy: Literal["no", "everysec", "always"] = "everysec",
+        policy: str = "everysec",
         blob_fd: int = -1,
         codec: Any = None,
         error: int = 0,

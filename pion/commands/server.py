@@ -42,7 +42,7 @@ async def _save(ctx: Context) -> None:
     state.saving = True
     changes = ctx.ks.dirty
     try:
-        await ctx.in_thread(ctx.engine.save)
+        await ctx.in_thread(ctx.engine.checkpoint)
     except StorageError:
         state.last_save_ok = False
         raise

@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             url = f"pion://{server.host}:{server.port}"
         pc = stack.enter_context(PionPromptCache(model, vquant=options.vquant, url=url))
         print(
-            f"{'tokens':>7} {'compute ms':>11} {'store ms':>9} {'fetch ms':>9} {'ratio':>6} {'file ms':>8} {'pays from':>10}"
+            f"{'tokens':>7} {'compute ms':>11} {'store ms':>9} {'fetch ms':>9} {'ratio':>6} {'file ms':>8} "
+            f"{'pays from':>10}"
         )
         for length in options.lengths:
             ids, namespace = [(7 * i) % 49_000 for i in range(length)], f"breakeven|{length}"

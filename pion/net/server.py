@@ -233,6 +233,8 @@ class Server:
             due = max(due + TICK, trio.current_time())
             await trio.sleep_until(due)
             self.engine.keyspace.expire_cycle(EXPIRE_BUDGET_US)
+            if self.engine.keyspace_store is not None:
+                self.engine.keyspace_store.tick()
             self.plane.tick()
             self.state.tick()
             if self.options.timeout:

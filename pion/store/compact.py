@@ -44,22 +44,27 @@ def due(entry: Entry, *, quiet: bool = False) -> bool:
     return rows.most_extents() > limits.COMPACT_EXTENTS
 
 
-def compact(store: Store, entry: Entry) -> bool:
+def compact(store: Store, entry: Entry, *, patient: bool = False) -> bool:
     """Rewrite an entry. Blocking; called from a worker thread without the lock.
+
+    Args:
+        patient: wait for a compaction of the same entry that is under way, then do it again.
 
     Returns:
         False when it was left as it is: dropped or written to all the time, no room, or an error, which is logged.
     """
     try:
-        return _compact(store, entry)
+        return _compact(store, entry, patient)
     except (OSError, CommandError, vstore.DamageError) as error:
         log.warning("entry %r could not be compacted: %s", entry.name, error)
         return False
 
 
-def _compact(store: Store, entry: Entry) -> bool:
+def _compact(store: Store, entry: Entry, patient: bool) -> bool:
     loader.precheck(store, entry)
     with store.lock:
+        if patient:
+            store.settled.wait_for(lambda: not entry.compacting)
         if entry.gone or entry.rows is None or entry.writers or entry.compacting:
             return False
         need = entry.disk
@@ -79,6 +84,7 @@ def _compact(store: Store, entry: Entry) -> bool:
         job.close()
         with store.lock:
             entry.compacting = False
+            store.settled.notify_all()
             store.totals.disk -= need
 
 
@@ -178,5 +184,8 @@ class _Job:
             entry.recount()
 
         store.recounted(entry, change)
+        entry.synced = self.at if store.files.keeps else 0
+        if store.index is not None:
+            store.index.put(entry.key, entry.figures(clean=False))
         store.opened(entry)
         store.release(old, nbytes)

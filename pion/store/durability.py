@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from pion._core import vstore
 from pion._core.stream import FdRef
 from pion.errors import StorageError
-from pion.store import compact, layout
+from pion.store import compact, index, layout
 from pion.store.entries import Entry
 from pion.store.store import Store
 
@@ -35,6 +35,34 @@ class Log(Protocol):
     @property
     def unsynced_bytes(self) -> int: ...
     def fsync(self) -> None: ...
+
+
+class _Flush:
+    """An entry as it was when its flush began."""
+
+    def __init__(self, entry: Entry, ref: FdRef) -> None:
+        self.entry, self.ref = entry, ref
+        self.nbytes, self.generation = entry.unsynced, entry.generation
+        self.size = 0 if entry.writers else entry.size  # a body that streams in is not covered
+
+    def done(self, store: Store) -> None:
+        """The file is on the medium up to here: the index says so, for a start after a power cut."""
+        entry = self.entry
+        if entry.gone or entry.generation != self.generation or self.size <= entry.synced:
+            return
+        entry.synced = self.size
+        if store.index is not None:
+            store.index.put(entry.key, entry.figures(clean=not entry.dirty))
+
+    def count(self, store: Store) -> None:
+        """Everything else is on the medium too."""
+        entry = self.entry
+        if entry.gone:  # dropped meanwhile, and counted out then
+            return
+        entry.unsynced -= self.nbytes
+        store.totals.unsynced -= self.nbytes
+        if entry.unsynced:
+            store.unsynced.add(entry)
 
 
 class Upkeep:
@@ -99,11 +127,14 @@ class Upkeep:
         if self.failure:
             raise OSError(5, self.failure)
         with store.lock:
-            work = [(entry, store.ref(entry), entry.unsynced) for entry in store.unsynced]
+            work = [_Flush(entry, store.ref(entry)) for entry in store.unsynced]
             store.unsynced.clear()
         try:
             if store.files.keeps:
-                self._flush_files([ref for _, ref, _ in work])
+                self._flush_files([item.ref for item in work])
+                with store.lock:
+                    for item in work:
+                        item.done(store)
                 if store.index is not None:
                     store.index.flush()
                 store.files.sync()
@@ -114,13 +145,8 @@ class Upkeep:
             _log.error("flush failed: %s; nothing will be called durable until the server is restarted", error.strerror)
             raise
         with store.lock:
-            for entry, _, nbytes in work:
-                if entry.gone:  # dropped meanwhile, and counted out then
-                    continue
-                entry.unsynced -= nbytes
-                store.totals.unsynced -= nbytes
-                if entry.unsynced:
-                    store.unsynced.add(entry)
+            for item in work:
+                item.count(store)
 
     def _flush_files(self, refs: list[FdRef]) -> None:
         if len(refs) <= 1:
@@ -181,25 +207,25 @@ class Upkeep:
         for entry in entries:
             with store.lock:
                 if entry.dirty and not entry.gone and not entry.writers and entry.quiet >= QUIET_TICKS:
-                    store.seal([entry], synced=not entry.unsynced)
+                    store.seal([entry])
 
     def rewrite_index(self, *, closed: bool = False) -> None:
         """Write the index anew, in slices, while the store is used."""
-        store, index = self.store, self.store.index
-        if index is None:
+        store, idx = self.store, self.store.index
+        if idx is None:
             return
         with store.lock:
-            index.begin_rewrite()
+            idx.begin_rewrite()
             entries = list(store.entries.values())
         for i in range(0, len(entries), _SLICE):
             with store.lock:
-                index.rewrite(
-                    (entry.key, entry.figures(clean=not entry.dirty, synced=not entry.unsynced))
+                idx.rewrite(
+                    (entry.key, entry.figures(clean=not entry.dirty))
                     for entry in entries[i : i + _SLICE]
                     if not entry.gone
                 )
         with store.lock:
-            index.end_rewrite(closed=closed)
+            idx.end_rewrite(closed=closed)
 
     def consider(self, entry: Entry, *, quiet: bool = False) -> None:
         """Compact an entry in the background when that pays. Called with every store, and with fetches of fragments."""
@@ -214,7 +240,7 @@ class Upkeep:
         """Compact a prefix in this thread."""
         with self.store.lock:
             entry = self.store.get(layout.PREFIX + ns)
-        return entry is not None and compact.compact(self.store, entry)
+        return entry is not None and compact.compact(self.store, entry, patient=True)
 
     def _compact(self, entry: Entry, quiet: bool) -> None:
         try:
@@ -260,9 +286,9 @@ def save_copy(store: Store, root: Path, path: str) -> None:
             folders.add(copy.parent)
         _copy_file(ref, size, copy)
     for folder in (*folders, *{folder.parent for folder in folders}):
-        _sync_folder(folder)
+        index.flush_directory(folder)
     os.rename(fresh, target)
-    _sync_folder(target.parent)
+    index.flush_directory(target.parent)
 
 
 def _copy_file(ref: FdRef, size: int, path: Path) -> None:
@@ -278,13 +304,5 @@ def _copy_file(ref: FdRef, size: int, path: Path) -> None:
                 done = os.pwrite(fd, view, at)
                 at, view = at + done, view[done:]
         vstore.flush(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

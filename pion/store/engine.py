@@ -27,6 +27,7 @@ from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import Entry
 from pion.store.files import DiskFiles, Files, MemoryFiles
 from pion.store.index import Index
+from pion.store.keyspace import KeyspaceStore
 from pion.store.ledger import Ledger
 from pion.store.prefixes import Prefixes, Tables
 from pion.store.sessions import Sessions
@@ -89,7 +90,7 @@ class Engine(SessionMethods, PrefixMethods):
         self.memory_only = memory_only
         self.deferred_sync = False  # set by a server that calls `commit` itself before it acknowledges
         self.ledger = Ledger()
-        self.keyspace_store: Any = None
+        self.keyspace_store: KeyspaceStore | None = None
         self.root = Path(path) if path is not None and not memory_only else None
         self.found = startup.Found()
         self._open(max_sessions, max_bytes)
@@ -141,8 +142,6 @@ class Engine(SessionMethods, PrefixMethods):
             return keyspace
         keyspace = Keyspace(databases)
         if self.root is not None and self.wal:
-            from pion.store.keyspace import KeyspaceStore
-
             self.keyspace_store = KeyspaceStore(self.root, keyspace, appendfsync)
             self.keyspace_store.open()
         return keyspace
@@ -173,29 +172,41 @@ class Engine(SessionMethods, PrefixMethods):
         self.close()
 
     def close(self) -> None:
-        """Make everything durable (unless told not to), write the index down, release the directory. Idempotent."""
+        """Make everything durable (unless told not to), write the index down, release the directory. Idempotent.
+
+        Raises:
+            StorageError: writing failed, and nobody has been told yet. The directory is released all the same.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
         for thread in self._threads:
             thread.join()
         self._upkeep.stop()
-        if self.root is not None:
+        if self.root is None:
+            self._upkeep.close()
+            return
+        try:
+            if not self._upkeep.failure:  # else the next start reads what was not sealed
+                self._write_down()
+        except OSError as error:
+            raise StorageError(f"ERR the store was not closed in order: {error.strerror}") from error
+        finally:
+            self._upkeep.close()
             try:
-                if self._policy != "no":
-                    self._upkeep.commit()
-                with self._store.lock:
-                    self._store.seal(list(self._store.restless), synced=self._policy != "no")
-                self._upkeep.rewrite_index(closed=True)
-            except OSError as error:
-                raise StorageError(f"ERR the store was not closed in order: {error.strerror}") from error
-            finally:
-                self._upkeep.close()
                 if self.keyspace_store is not None:
                     self.keyspace_store.close()
+            finally:
                 if self._store.index is not None:
                     self._store.index.close()
                 self._files.close()
+
+    def _write_down(self) -> None:
+        if self._policy != "no":
+            self._upkeep.commit()
+        with self._store.lock:
+            self._store.seal(list(self._store.restless))
+        self._upkeep.rewrite_index(closed=True)
 
     def fsync_tick(self) -> None:
         """Once a second: flush (appendfsync everysec), seal and compact quiet entries. Does not wait for any of it."""
@@ -208,7 +219,9 @@ class Engine(SessionMethods, PrefixMethods):
         if policy not in POLICIES:
             raise ValueError(policy)
         if self.wal:
-            self._policy = self._upkeep.policy = self.keyspace.log_policy = policy
+            self._policy = self._upkeep.policy = policy
+            if self.keyspace_store is not None:
+                self.keyspace_store.set_policy(policy)
 
     @property
     def always(self) -> bool:
@@ -238,27 +251,34 @@ class Engine(SessionMethods, PrefixMethods):
         except OSError as error:
             raise StorageError("ERR KV.PREFIX.COMMIT: a log could not be flushed (or --no-wal)") from error
 
-    def save(self, path: str | None = None) -> None:
-        """COMMIT and a fresh index; with a path, a copy of every entry as a data directory of its own below ours.
+    def checkpoint(self) -> None:
+        """COMMIT and a fresh index; also without `wal`.
 
         Raises:
-            StorageError: nothing is held, or writing failed.
+            OSError: writing failed.
         """
-        store = self._store
+        self._upkeep.commit()
+        self._upkeep.rewrite_index()
+        self._store.appended = 0
+
+    def save(self, path: str | None = None) -> None:
+        """`checkpoint`; with a path instead a copy of every entry, as a data directory of its own below ours.
+
+        Raises:
+            StorageError: no session is held, or writing failed.
+        """
         failed = "ERR KV.PREFIX.SAVE failed (no active sessions or io error)"
         if self.root is None:
             raise StorageError(failed)
+        held = self._store.totals.sessions
         try:
-            if path is not None:
-                if store.totals.sessions:
-                    save_copy(store, self.root, path)
-            else:
-                self._upkeep.commit()
-                self._upkeep.rewrite_index()
-                store.appended = 0
+            if path is None:
+                self.checkpoint()
+            elif held:
+                save_copy(self._store, self.root, path)
         except OSError as error:
             raise StorageError(failed) from error
-        if not store.totals.sessions:
+        if not held:
             raise StorageError(failed)
 
     def info(self) -> dict[str, int]:

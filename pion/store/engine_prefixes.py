@@ -97,7 +97,7 @@ class PrefixMethods:
         return self._prefixes.why(ns)
 
     def flush(self) -> int:
-        """Drop every prefix; how many there were."""
+        """Drop everything but the keyspace; how many prefixes there were."""
         dropped = self._prefixes.flush()
         self._acknowledge()
         return dropped

@@ -60,6 +60,7 @@ class Entry:
         compacting: a worker is writing the file anew.
         dirty: the index knows that its figures are out of date.
         unsynced: bytes written since the last flush.
+        synced: bytes of the file, from its beginning, that are on the medium for certain.
         quiet: ticks without a write.
         slots: session numbers by side, given out on demand.
         prefill_ms: as registered in this process.
@@ -69,7 +70,7 @@ class Entry:
     __slots__ = (
         "_meta", "_path", "base", "blocks", "compacting", "declared", "dirty", "generation", "gone", "has_states",
         "key", "key_rows", "mask", "nbytes", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size",
-        "slots", "snapshots", "states", "unsynced", "used", "writers",
+        "slots", "snapshots", "states", "synced", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
@@ -95,6 +96,7 @@ class Entry:
         self.compacting = False
         self.dirty = True
         self.unsynced = 0
+        self.synced = 0
         self.quiet = 0
         self.slots: list[int | None] | None = None
         self.prefill_ms = 0
@@ -106,7 +108,7 @@ class Entry:
     def from_index(cls, key: bytes, figures: index.Figures) -> Entry:
         """An entry whose file has not been looked at."""
         entry = cls(key, figures.generation)
-        entry.size = figures.size
+        entry.size, entry.synced = figures.size, figures.synced
         entry.key_rows, entry.row_count, entry.nbytes = figures.key_rows, figures.rows, figures.nbytes
         entry.used = figures.used
         entry.dirty = not figures.flags & index.CLEAN
@@ -115,16 +117,16 @@ class Entry:
         entry._meta = figures.meta
         return entry
 
-    def figures(self, *, clean: bool, synced: bool) -> index.Figures:
+    def figures(self, *, clean: bool) -> index.Figures:
         """For the index."""
-        flags = (index.CLEAN if clean else 0) | (index.SYNCED if synced else 0)
+        flags = index.CLEAN if clean else 0
         flags |= (index.STATES if self.has_states else 0) | (index.KEYS if self.mask & 1 else 0)
         flags |= index.VALUES if self.mask & 2 else 0
         return index.Figures(
             self.generation,
             flags,
             self.size,
-            self.disk,
+            self.synced,
             self.key_rows,
             self.row_count,
             self.nbytes,

@@ -58,12 +58,12 @@ class DiskFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.since = time.time()
-        self._stale: set[str] = set()  # directories whose entries changed since the last sync
+        self._stale = {"", "kv", f"kv/{layout.TENANT}"}  # directories whose entries changed since the last sync
         self._made: set[str] = set()
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
-            for name in (TRASH, QUARANTINE):
+            for name in (TRASH, QUARANTINE, f"kv/{layout.TENANT}"):
                 (root / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StartupError(f"data directory {root}: {error.strerror}") from error

@@ -33,12 +33,11 @@ USED: Final = 4  # value: u64 clock
 OPENED: Final = 5  # key: boot id; everything before it belongs to an earlier process
 CLOSED: Final = 6  # the process ended in order: every record above is clean
 
-_FIGURES: Final = struct.Struct("<QBQQQQQQ")
+_FIGURES: Final = struct.Struct("<QBQQQQQQ")  # as in Figures
 CLEAN: Final = 1  # flag bits of a PUT
-SYNCED: Final = 2  # the file was flushed to the medium before this record
-STATES: Final = 4  # holds recurrent state
-KEYS: Final = 8  # has the K side (or is a raw entry)
-VALUES: Final = 16
+STATES: Final = 2  # holds recurrent state
+KEYS: Final = 4  # has the K side (or is a raw entry)
+VALUES: Final = 8
 _REWRITE_FROM: Final = 256 * 1024  # bytes; smaller files are not worth a rewrite
 
 
@@ -48,9 +47,9 @@ class Figures:
 
     Attributes:
         generation: of its file.
-        flags: CLEAN, SYNCED, STATES, KEYS, VALUES.
+        flags: CLEAN, STATES, KEYS, VALUES.
         size: bytes of records in the file.
-        disk: bytes charged to --max-bytes.
+        synced: how many of them, from the beginning, were on the medium when this was written.
         key_rows, rows, nbytes: rows of the K side, of both sides, and their stored bytes.
         used: clock of the last use; larger is later.
         meta: packed sides and declaration (layout.unpack_meta).
@@ -59,7 +58,7 @@ class Figures:
     generation: int
     flags: int
     size: int
-    disk: int
+    synced: int
     key_rows: int
     rows: int
     nbytes: int
@@ -70,7 +69,7 @@ class Figures:
         """As the value of a PUT record."""
         return (
             _FIGURES.pack(
-                self.generation, self.flags, self.size, self.disk, self.key_rows, self.rows, self.nbytes, self.used
+                self.generation, self.flags, self.size, self.synced, self.key_rows, self.rows, self.nbytes, self.used
             )
             + self.meta
         )
@@ -78,8 +77,8 @@ class Figures:
 
 def unpack_figures(value: bytes) -> Figures:
     """The value of a PUT record."""
-    generation, flags, size, disk, key_rows, rows, nbytes, used = _FIGURES.unpack_from(value)
-    return Figures(generation, flags, size, disk, key_rows, rows, nbytes, used, value[_FIGURES.size :])
+    generation, flags, size, synced, key_rows, rows, nbytes, used = _FIGURES.unpack_from(value)
+    return Figures(generation, flags, size, synced, key_rows, rows, nbytes, used, value[_FIGURES.size :])
 
 
 @dataclass(slots=True)
@@ -116,6 +115,7 @@ class Index:
         self._seed = 0
         self._size = 0
         self._live = 0  # size right after the last rewrite
+        self._moved = False  # renamed into place since the directory was last flushed
         self._next: tuple[int, int] | None = None  # descriptor and seed of the file a running rewrite makes
 
     def load(self, keep_tail: Callable[[int, int, int], str]) -> Loaded:
@@ -175,7 +175,7 @@ class Index:
                 out.entries.pop(key, None)
                 out.dropped[key] = int.from_bytes(value, "little")
             elif kind == DIRTY and key in out.entries:
-                out.entries[key].flags &= ~(CLEAN | SYNCED)
+                out.entries[key].flags &= ~CLEAN
             elif kind == USED and key in out.entries:
                 out.entries[key].used = int.from_bytes(value, "little")
             elif kind == OPENED:
@@ -186,6 +186,7 @@ class Index:
     def _create(self) -> None:
         self._fd, self._seed, self._size = self._fresh(self.path.with_suffix(".new"))
         os.rename(self.path.with_suffix(".new"), self.path)
+        self._moved = True
         self._live = self._size
 
     def _fresh(self, path: Path) -> tuple[int, int, int]:
@@ -284,7 +285,7 @@ class Index:
             self.cancel_rewrite()
             raise
         os.close(self._fd)
-        self._next = None
+        self._next, self._moved = None, True
         self._fd, self._seed = fd, seed
         self._size = self._live = os.lseek(fd, 0, os.SEEK_END)
 
@@ -297,12 +298,24 @@ class Index:
 
     def flush(self) -> None:
         """Wait until the file is on the medium. Raises OSError."""
+        moved, self._moved = self._moved, False
         vstore.flush(self._fd)
+        if moved:
+            flush_directory(self._root)
 
     def close(self) -> None:
         """Close the file."""
         self.cancel_rewrite()
         os.close(self._fd)
+
+
+def flush_directory(path: Path) -> None:
+    """Make created, renamed and removed names in a directory durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def boot_id() -> bytes:

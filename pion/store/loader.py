@@ -73,7 +73,7 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
         unsure = entry.dirty
         store.recounted(entry, lambda: _read(store, entry))
         if thorough:
-            check_all(store, entry)
+            _check_thoroughly(store, entry)
         elif unsure and entry.rows is not None and entry.rows.last:
             _check(store, entry, [entry.rows.last])
     except FileNotFoundError:
@@ -127,11 +127,26 @@ def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> 
         log.info("entry %r: cut %d bytes of an interrupted write", entry.name, end - stop)
         return
     later = framing.resync(fd, stop, entry.seed, end)
-    if later >= 0:
+    if later >= 0 and not _unsure(store, entry, stop):
         raise vstore.DamageError(stop, f"{why}; whole records follow at offset {later}")
     copy = store.files.keep_tail(entry.path, fd, stop, end)
     os.ftruncate(fd, stop)
     log.warning("entry %r: cut %d bytes that are no record (%s); a copy is in %s", entry.name, end - stop, why, copy)
+
+
+def _unsure(store: Store, entry: Entry, offset: int) -> bool:
+    """A power cut may have torn what stands here; nobody was promised that it would last."""
+    return store.power_cut and offset >= entry.synced
+
+
+def _check_thoroughly(store: Store, entry: Entry) -> None:
+    """Compare every payload, taking out what a power cut has torn, until the rest is whole."""
+    while entry.rows is not None and not entry.gone:
+        try:
+            check_all(store, entry)
+        except DamagedError:
+            continue  # one record fewer, or none at all
+        return
 
 
 def check_rows(store: Store, entry: Entry, side: int, layer: int, start: int, end: int) -> None:
@@ -222,19 +237,21 @@ def _check(store: Store, entry: Entry, records: list[int]) -> None:
         ) from error
     if bad < 0:
         return
-    if not _retire_last(store, entry, bad):
+    if not _retire(store, entry, bad):
         store.lose(entry, f"checksum of the record at offset {bad}")
     raise DamagedError("ERR stored bytes do not match their checksum: they are out of service")
 
 
-def _retire_last(store: Store, entry: Entry, bad: int) -> bool:
-    """A damaged record at the very end is like a torn tail: what stands before it is whole. False when it is not last.
+def _retire(store: Store, entry: Entry, bad: int) -> bool:
+    """Take a damaged record out when what remains is what was promised: the last one is like a torn tail, and a power
+    cut may tear what was not flushed. False otherwise.
 
     Readers may hold the file, so it is not cut: the record is marked dead.
     """
     fd = store.fd(entry)
     old = framing.unpack_header(os.pread(fd, framing.HEADER_SIZE, bad), entry.seed, bad)
-    if entry.writers or framing.align_up(bad + old.total_len) < entry.size:
+    last = framing.align_up(bad + old.total_len) >= entry.size
+    if entry.writers or not (last or _unsure(store, entry, bad)):
         return False
     head = framing.pack_header(
         kind=old.kind, seed=entry.seed, state=framing.DEAD, offset=bad,
@@ -243,8 +260,9 @@ def _retire_last(store: Store, entry: Entry, bad: int) -> bool:
     copy = store.files.keep_tail(entry.path, fd, bad, bad + old.total_len)
     os.pwrite(fd, head, bad)
     log.warning(
-        "entry %r: the last record (offset %d) is damaged and out of service; a copy is in %s", entry.name, bad, copy
-    )
+        "entry %r: %d bytes at offset %d are damaged and out of service; a copy is in %s",
+        entry.name, old.total_len, bad, copy,
+    )  # fmt: skip
     entry.rows = None
     store.recounted(entry, lambda: _read(store, entry))
     return True

@@ -152,12 +152,12 @@ class Prefixes:
             return dropped
 
     def flush(self) -> int:
-        """Drop every prefix; how many there were."""
+        """Drop every prefix, and the sessions that belong to none; how many prefixes there were."""
         with self.store.lock:
-            doomed = [entry for entry in self.store.entries.values() if entry.is_prefix]
+            doomed = list(self.store.entries.values())
             for entry in doomed:
                 self.store.drop(entry, "dropped by KV.PREFIX.FLUSH")
-            return len(doomed)
+            return sum(entry.is_prefix for entry in doomed)
 
     def held(self, ns: bytes) -> bool:
         """Whether the K side is here, whatever is in it."""

@@ -50,9 +50,10 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, i
         log.warning("index: cut %d bytes that are no record (%s)", known.tail, known.reason)
     for name in foreign_originals(files.root):
         log.warning("%s is a snapshot of another Pion: it is neither read nor overwritten", name)
+    store.power_cut = not known.same_boot
     idx.opened()
     for figures in known.entries.values():
-        if not known.trusted or not (known.same_boot or figures.flags & index.SYNCED):
+        if not known.trusted or not (known.same_boot or figures.synced >= figures.size):
             figures.flags &= ~index.CLEAN
     with _no_collection():
         store.load_index(known.entries)
@@ -62,7 +63,7 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, i
         list_directory(store, files, found)
     for entry in [entry for entry in store.entries.values() if entry.dirty]:
         found.replayed += 1
-        loader.load(store, entry, thorough=not known.same_boot)
+        loader.load(store, entry, thorough=store.power_cut)
     store.enforce()
     return found, known
 
@@ -166,7 +167,7 @@ def _adopt(store: Store, files: DiskFiles, path: str) -> bool:
         store.insert(entry)
         store.entries.move_to_end(key, last=False)
         if loader.load(store, entry) and store.index is not None:
-            store.index.put(key, entry.figures(clean=False, synced=False))
+            store.index.put(key, entry.figures(clean=False))
         return True
 
 

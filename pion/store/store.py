@@ -71,12 +71,14 @@ class Store:
         self.max_sessions = max_sessions
         self.max_bytes = max_bytes
         self.lock = threading.RLock()
+        self.settled = threading.Condition(self.lock)  # told when a compaction ends
         self.entries: OrderedDict[bytes, Entry] = OrderedDict()
         self.totals = Totals()
         self.clock = 0
         self.changes = 0  # entries that came or went
         self.evictions = 0
         self.quarantined = 0
+        self.power_cut = False  # before this start: what was not flushed may be anything
         self.appended = 0  # records since the start or the last SAVE
         self.unsynced: set[Entry] = set()
         self.restless: set[Entry] = set()  # dirty entries the ticker will seal once they are quiet
@@ -184,7 +186,7 @@ class Store:
             self.forget(over, "replaced by a REGISTER with REPLACE")
         if self.index is not None:
             try:
-                self.index.put(key, entry.figures(clean=False, synced=False))
+                self.index.put(key, entry.figures(clean=False))
             except OSError as error:
                 self.files.discard(entry.path, entry.generation)
                 raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
@@ -352,11 +354,11 @@ class Store:
         self.make_slots(0)
         self.make_room(0)
 
-    def seal(self, entries: Iterable[Entry], *, synced: bool) -> None:
+    def seal(self, entries: Iterable[Entry]) -> None:
         """Tell the index the figures of entries that have been quiet."""
         for entry in entries:
             if self.index is not None and not entry.gone:
-                self.index.put(entry.key, entry.figures(clean=True, synced=synced))
+                self.index.put(entry.key, entry.figures(clean=True))
             entry.dirty = False
             self.restless.discard(entry)
 

@@ -53,14 +53,16 @@ class Server:
                         self.host, self.port = match[1].decode().strip("[]"), int(match[2])
                         return
                 if not self._reader.is_alive():
-                    status = self.process.wait()
+                    status = self._reap()
                     raise RuntimeError(f"the server ended with status {status}:\n{self.output}")
                 if (
                     not self._changed.wait(timeout=min(1.0, max(0.0, end - time.monotonic())))
                     and time.monotonic() > end
                 ):
                     self.process.kill()
-                    raise TimeoutError(f"the server was not ready after {self.timeout} s:\n{self.output}")
+                    break
+        self._reap()
+        raise TimeoutError(f"the server was not ready after {self.timeout} s:\n{self.output}")
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -79,6 +81,11 @@ class Server:
     def output(self) -> str:
         """What the server has printed so far, standard error included."""
         return b"".join(self._lines).decode("utf-8", "replace")
+
+    def wait_output(self, timeout: float) -> bool:
+        """Waits until the server prints another line; False when it did not."""
+        with self._changed:
+            return self._changed.wait(timeout)
 
     def anonymous_bytes(self) -> int:
         """RssAnon of the process (Linux)."""
@@ -104,6 +111,11 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise TimeoutError(f"the server did not end on {number.name}:\n{self.output}") from None
+        self._reap()
+        return status
+
+    def _reap(self) -> int:
+        status = self.process.wait()
         self._reader.join()
         if self.process.stdout is not None:
             self.process.stdout.close()

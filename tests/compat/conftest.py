@@ -13,11 +13,11 @@ PASSWORD = "correct horse"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[testing.Server]:
-    with testing.server() as running:
+    with testing.server("--kvcache") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[testing.Server]:
-    with testing.server("--requirepass", PASSWORD) as running:
+    with testing.server("--kvcache", "--requirepass", PASSWORD) as running:
         yield running

@@ -18,10 +18,11 @@ SHARED = [golden for golden in CASES if not golden.fresh and not golden.flags]
 ALONE = [golden for golden in CASES if golden.fresh or golden.flags]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Process]:
+@pytest.fixture(scope="module", params=[2, 3])
+def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Process, int]]:
+    """A server of its own for each protocol: the second run must not see what the first left."""
     with tempfile.TemporaryDirectory() as directory, Process(Path(directory) / "data") as process:
-        yield process
+        yield process, request.param
 
 
 def _exchange(sock: socket.socket, request: bytes) -> bytes:
@@ -47,14 +48,10 @@ def play(port: int, golden: Golden, proto: int) -> None:
             assert matches(want, got), f"wire §{golden.section}: {step.request[:200]!r}\n got {got!r}\nwant {want!r}"
 
 
-@pytest.mark.parametrize("proto", [2, 3])
 @pytest.mark.parametrize("golden", SHARED, ids=lambda golden: golden.name)
-def test_golden(shared: Process, golden: Golden, proto: int) -> None:
-    if proto == 3:
-        # the same names again: what the RESP2 run left must not be seen
-        with socket.create_connection(("127.0.0.1", shared.port), timeout=20) as sock:
-            _exchange(sock, cmd("KV.PREFIX.FLUSH"))
-    play(shared.port, golden, proto)
+def test_golden(shared: tuple[Process, int], golden: Golden) -> None:
+    process, proto = shared
+    play(process.port, golden, proto)
 
 
 @pytest.mark.parametrize("proto", [2, 3])

@@ -69,7 +69,7 @@ def test_pxd_and_module_agree(name: str) -> None:
 
 
 def test_there_is_something_to_compare() -> None:
-    assert {"quant", "membership", "resp", "framing", "keyspace", "stream", "vstore"} <= set(MODULES)
+    assert {"quant", "membership", "resp", "framing", "keyspace", "plane", "stream", "vstore"} <= set(MODULES)
 
 
 def test_a_changed_source_is_reported_at_import(tmp_path: Path) -> None:

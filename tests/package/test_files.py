@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {".py": 450, ".pyi": 450, ".pxd": 450, ".pyx": 800, ".h": 800, ".c": 800}
+LIMITS = {".py": 450, ".pyi": 450, ".pxd": 450, ".pyx": 1000, ".h": 800, ".c": 800}
+TESTS = 800
 
 
 def tracked() -> list[Path]:
@@ -18,8 +19,10 @@ def tracked() -> list[Path]:
 
 
 def test_files_stay_readable_in_length() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in tracked() if path.suffix in LIMITS}
-    too_long = {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > LIMITS[path.suffix]}
+    names = {path: str(path.relative_to(ROOT)) for path in tracked() if path.suffix in LIMITS}
+    lengths = {path: len(path.read_text().splitlines()) for path in names}
+    limits = {path: TESTS if name.startswith("tests/") else LIMITS[path.suffix] for path, name in names.items()}
+    too_long = {names[path]: n for path, n in lengths.items() if n > limits[path]}
     assert too_long == {}
     assert len(lengths) > 50
 

@@ -1,6 +1,8 @@
 """The package's import rules hold, and the checker that says so notices what it should."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -65,3 +67,12 @@ def test_what_is_allowed_passes(layers: ModuleType, tmp_path: Path, file: str, t
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert layers.check(tmp_path) == []
+
+
+def test_the_server_starts_without_numpy_and_mlx() -> None:
+    code = (
+        "import sys, pion.cli, pion.net.server, pion.commands, pion.store.engine\n"
+        "print(sorted({'numpy', 'mlx', 'pytest', 'pion.client', 'pion.ref'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

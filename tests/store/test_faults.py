@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
 import resource
-import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from pion.store import files
 from pion.store.engine import Engine
 
 from .model import F16, words
-from .test_engine import DIM, fetched, fill
+from .support import DIM, fetched, fill
 
 
 def entry_file(engine: Engine, ns: bytes) -> Path:
@@ -57,12 +54,6 @@ def crash(engine: Engine, to: Path) -> Path:
     return to
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    with Engine(tmp_path / "data", ticker=False) as made:
-        yield made
-
-
 # --- no room -------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +85,9 @@ def test_b7_a_full_disk_in_the_middle_of_a_store(small_disk: Path, streamed: boo
         engine.register(b"full", DIM, F16, rows=100_000, layers=1)
         large = words(1, 100_000, DIM, F16)
         stored = 0
-        with pytest.raises(StorageError, match=r"^ERR V.STOREBATCH failed: (No space left|File too large)"):
+
+        def until_full() -> None:
+            nonlocal stored
             while True:
                 if streamed:
                     sink = engine.v_store_open(b"full_pk", 0, 0, 100_000, len(large))
@@ -104,6 +97,9 @@ def test_b7_a_full_disk_in_the_middle_of_a_store(small_disk: Path, streamed: boo
                     piece = large[stored * DIM * 2 : (stored + 2000) * DIM * 2]
                     engine.v_store(b"full_pk", 0, stored, 2000, piece, "F16")
                     stored += 2000
+
+        with pytest.raises(StorageError, match=r"^ERR V.STOREBATCH failed: (No space left|File too large)"):
+            until_full()
         assert not engine.lookup(b"full")
         assert engine.lookup(b"before")
         assert fetched(engine, b"before_pv", 1, 512, native=True) == blob
@@ -127,9 +123,12 @@ def test_a_full_disk_cannot_keep_an_entry_from_being_dropped(small_disk: Path) -
     root = small_disk / "data"
     with Engine(root, max_bytes=1 << 30, ticker=False) as engine:
         fill(engine, b"old", rows=512)
-        with pytest.raises(CommandError):
-            for number in range(10_000):
+        number = 0
+        with contextlib.suppress(StorageError):
+            while number < 10_000:
                 fill(engine, b"p%d" % number, rows=512)
+                number += 1
+        assert number < 10_000
         assert engine.drop(b"old") == 1
         assert not engine.lookup(b"old")
     with Engine(root, max_bytes=1 << 30, ticker=False) as again:
@@ -335,131 +334,3 @@ def test_unfinished_files_of_a_crash_are_removed(engine: Engine, tmp_path: Path)
         assert again.lookup(b"ns")
     stream.drain()
     assert not any(path.exists() for path in left)
-
-
-# --- kills ---------------------------------------------------------------------------------------------------------
-
-CHILD = textwrap.dedent("""
-    import os, random, sys
-    from pion.store.engine import Engine
-    from tests.store.model import F16, words
-    root, seed = sys.argv[1], int(sys.argv[2])
-    rng = random.Random(seed)
-    engine = Engine(root, ticker=True)
-    def say(line):
-        os.write(1, (line + "\\n").encode())
-    number = 0
-    while True:
-        number += 1
-        ns = rng.choice(["a", "b", "c", "d"])
-        what = rng.choices(["register", "store", "stream", "drop", "compact", "state"], [20, 60, 40, 6, 4, 10])[0]
-        if what == "register":
-            say(f"? register {ns}")
-            engine.register(ns.encode(), 64, F16)
-            say(f"! register {ns}")
-        elif what == "drop":
-            say(f"? drop {ns}")
-            engine.drop(ns.encode())
-            say(f"! drop {ns}")
-        elif what == "state":
-            say(f"? state {ns} {number}")
-            engine.ssm_store(ns.encode(), 1, b"%d" % number)
-            say(f"! state {ns} {number}")
-        elif what == "compact":
-            engine.compact(ns.encode())
-        elif engine.v_exists(ns.encode() + b"_pk"):
-            side, layer, start = rng.choice(["_pk", "_pv"]), rng.randrange(2), rng.randrange(40)
-            count = rng.randrange(1, 400) if what == "stream" else rng.randrange(1, 4)
-            blob = words(number, count, 64, F16)
-            sid = (ns + side).encode()
-            say(f"? store {ns} {side} {layer} {start} {count} {number}")
-            if what == "stream":
-                sink = engine.v_store_open(sid, layer, start, count, len(blob))
-                for at in range(0, len(blob), 5000):
-                    sink.feed(blob[at:at + 5000])
-                engine.v_store_finish(sink, "F16")
-            else:
-                engine.v_store(sid, layer, start, count, blob, "F16")
-            say(f"! store {ns} {side} {layer} {start} {count} {number}")
-""")
-
-
-def _replay(state: dict[str, dict[object, object]], line: str) -> None:
-    what, ns, *rest = line.split()
-    if what == "register":
-        state.setdefault(ns, {})["sides"] = True
-    elif what == "drop":
-        state.pop(ns, None)
-    elif what == "state":
-        state.setdefault(ns, {})["state"] = rest[0]
-    else:
-        side, layer, start, count, number = rest[0], *map(int, rest[1:])
-        blob = words(number, count, 64, F16)
-        for i in range(count):
-            state[ns][(side, layer, start + i)] = blob[i * 128 : (i + 1) * 128]
-
-
-def _held(engine: Engine, ns: str) -> dict[object, object] | None:
-    """What the engine has of a namespace, in the shape of the model."""
-    out: dict[object, object] = {}
-    name = ns.encode()
-    body = engine.ssm_fetch(name, 1)
-    if body is not None:
-        out["state"] = body.tobytes().decode()
-    if engine.v_exists(name + b"_pk"):
-        out["sides"] = True
-        for side in ("_pk", "_pv"):
-            for layer, tokens in enumerate(engine.v_info(name + side.encode()).rows):
-                got = engine.v_fetch_range(name + side.encode(), layer, 0, tokens, raw=True) if tokens else None
-                blob = got.tobytes() if got is not None else b""
-                for row in range(tokens):
-                    piece = blob[row * 128 : (row + 1) * 128]
-                    if piece != bytes(128):
-                        out[side, layer, row] = piece
-    return out or None
-
-
-def _kill_once(root: Path, seed: int, rng: random.Random) -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(root), str(seed)], stdout=subprocess.PIPE, env=env)
-    assert child.stdout is not None
-    lines: list[str] = []
-    for _ in range(rng.randrange(10, 400)):
-        lines.append(child.stdout.readline().decode())
-    child.send_signal(signal.SIGKILL)
-    lines += child.stdout.read().decode().splitlines(keepends=True)
-    child.wait()
-    child.stdout.close()
-    done: dict[str, dict[object, object]] = {}
-    asked = ""
-    for line in lines:
-        if not line.endswith("\n"):
-            break
-        if line[0] == "!":
-            _replay(done, line[2:])
-            asked = ""
-        else:
-            asked = line[2:]
-    maybe = {ns: dict(held) for ns, held in done.items()}
-    if asked:
-        _replay(maybe, asked)
-    with Engine(root, ticker=False) as engine:
-        info = engine.info()
-        assert info["vstore_quarantined"] == 0
-        for ns in "abcd":
-            assert _held(engine, ns) in (done.get(ns), maybe.get(ns)), f"{ns} after {asked!r}, seed {seed}"
-        engine.flush()
-
-
-def test_b5_b7_kill_9_loses_nothing_and_brings_nothing_back(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    for seed in range(6):
-        _kill_once(tmp_path / "data", seed, rng)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_b5_b7_kill_9_many_times(tmp_path: Path) -> None:
-    rng = random.Random(8)
-    for seed in range(100, 200):
-        _kill_once(tmp_path / "data", seed, rng)

@@ -2,102 +2,72 @@
 
 from __future__ import annotations
 
-import re
-import signal
-import subprocess
-import sys
-import threading
+import os
 from pathlib import Path
 
-START_TIMEOUT = 30.0
-READY = re.compile(r"Ready to accept connections on 127\.0\.0\.1:(\d+)")
+from pion import testing
 
 
 class Process:
-    """`python -m pion.cli --kvcache` on a free port of 127.0.0.1.
+    """A `pion-server --kvcache` on a free port of 127.0.0.1, with a data directory.
 
     Args:
         directory: the data directory.
         flags: further options; `-kvcache` leaves `--kvcache` out.
-
-    Attributes:
-        port: of the running server.
-        lines: what it wrote so far, all starts together.
     """
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.directory = directory
         plain = "-kvcache" in flags
         self.flags = [*([] if plain else ["--kvcache"]), *(flag for flag in flags if flag != "-kvcache")]
-        self.port = 0
-        self.lines: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
-        self._ready = threading.Event()
+        self._server: testing.Server | None = None
 
     def __enter__(self) -> Process:
-        self.start()
+        if self._server is None:
+            self.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._process is not None:
+        if self._server is not None:
             self.kill()
+
+    def start(self) -> None:
+        """Starts it and waits until it is ready; RuntimeError, with what it said, when it ends before."""
+        self._server = testing.Server(["--port", "0", "--dir", os.fspath(self.directory), *self.flags])
+
+    @property
+    def _running(self) -> testing.Server:
+        assert self._server is not None, "not started"
+        return self._server
+
+    @property
+    def port(self) -> int:
+        return self._running.port
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self._running.pid
 
     @property
     def output(self) -> str:
-        return "".join(self.lines)
+        """What the running server has said since its start."""
+        return self._running.output
 
-    def start(self) -> None:
-        """Starts it and waits for its ready line; an exit before that raises with what it said."""
-        argv = [sys.executable, "-u", "-m", "pion.cli", "--port", "0", "--dir", str(self.directory), *self.flags]
-        self._ready.clear()
-        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
-        self._reader.start()
-        if not self._ready.wait(START_TIMEOUT) or self.port == 0:
-            self.kill()
-            raise RuntimeError(f"the server did not start:\n{self.output[-4000:]}")
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        self.port = 0
-        for line in process.stdout:
-            self.lines.append(line)
-            if found := READY.search(line):
-                self.port = int(found[1])
-                self._ready.set()
-        self._ready.set()
+    def anonymous(self) -> int:
+        """Bytes of anonymous memory."""
+        return self._running.anonymous_bytes()
 
     def kill(self) -> None:
-        """SIGKILL, and waits until it is gone."""
-        self._end(signal.SIGKILL)
+        """SIGKILL."""
+        server, self._server = self._running, None
+        server.kill()
 
-    def terminate(self) -> int:
-        """SIGTERM, and waits; returns the exit status."""
-        return self._end(signal.SIGTERM)
-
-    def _end(self, sig: signal.Signals) -> int:
-        assert self._process is not None
-        self._process.send_signal(sig)
-        status = self._process.wait(START_TIMEOUT)
-        assert self._reader is not None
-        self._reader.join(START_TIMEOUT)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._process = None
-        return status
+    def terminate(self) -> None:
+        """SIGTERM, and the graceful end it asks for."""
+        server, self._server = self._running, None
+        assert server.stop() == 0
 
     def restart(self) -> None:
         """SIGKILL and a new start on the same directory."""
         self.kill()
         self.start()
-
-    def anonymous(self) -> int:
-        """Bytes of anonymous memory (RssAnon), Linux only."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]

@@ -104,6 +104,28 @@ def test_an_error_or_a_push_does_not_shift_the_plans() -> None:
     assert replies[2] is out
 
 
+def test_a_function_can_give_one_buffer_to_all_bulks_of_a_reply() -> None:
+    scratch = bytearray(40_000)
+    asked: list[tuple[int, int]] = []
+    placed: list[bytes] = []
+
+    def give(index: int, nbytes: int) -> bytearray | None:
+        if asked and asked[-1][1] == 40_000:
+            placed.append(bytes(scratch[:2]))
+        asked.append((index, nbytes))
+        return scratch if nbytes == 40_000 else None
+
+    parser = ReplyParser()
+    parser.expect(give)
+    body = [bytes([i]) * 40_000 for i in range(3)]
+    data = b"*5\r\n" + b"".join(b"$40000\r\n%b\r\n" % part for part in body) + b"$-1\r\n$1\r\nx\r\n"
+    (reply,) = receive(parser, data, 30_000)
+    assert [item is scratch for item in reply] == [True, True, True, False, False]
+    assert reply[3:] == [None, b"x"]
+    assert asked == [(0, 40_000), (1, 40_000), (2, 40_000), (3, -1), (4, 1)]
+    assert placed == [b"\0\0", b"\1\1", b"\2\2"]
+
+
 @pytest.mark.parametrize("out", [b"read-only", np.zeros((4, 4))[:, ::2]])
 def test_a_plan_needs_writable_contiguous_memory(out: Any) -> None:
     with pytest.raises(LocalProtocolError, match="writable, C-contiguous"):

@@ -56,7 +56,7 @@ class KeyspaceStore:
     ) -> None:
         self.root = Path(root)
         self.keyspace = keyspace
-        self.policy: Any = appendfsync
+        self._policy: Any = appendfsync
         self.rewrite_min = rewrite_min
         self.rewrite_growth = rewrite_growth
         self.recovery = Recovery()
@@ -126,7 +126,7 @@ class KeyspaceStore:
             log.info("%s is of an older generation: removed", path.name)
             files.remove(path)
         self._remove_orphans()
-        self.keyspace.attach_log(self.log_fd, offset, seed, policy=self.policy, blob_fd=self.blob_fd, codec=objects)
+        self.keyspace.attach_log(self.log_fd, offset, seed, policy=self._policy, blob_fd=self.blob_fd, codec=objects)
         end_sync(self.keyspace, written(self.keyspace))
         self._wanted = not self.recovery.clean
         self._worker = ThreadPoolExecutor(1, "pion-keyspace")
@@ -206,7 +206,7 @@ class KeyspaceStore:
     def set_policy(self, appendfsync: str) -> None:
         """Change appendfsync. Raises OSError when what is pending cannot be synced."""
         self.fsync()
-        self.policy = self.keyspace.log_policy = appendfsync
+        self.keyspace.log_policy = appendfsync
 
     @property
     def unsynced_bytes(self) -> int:
@@ -317,8 +317,9 @@ class KeyspaceStore:
             self.older_bytes += self.keyspace.log_bytes
             self.log_fd = fd
         self.number, self.generation = head.number, head.generation
-        self.keyspace.attach_log(
-            fd, head.size, head.seed, policy=self.policy, blob_fd=self.blob_fd, codec=objects, error=failure
+        keyspace = self.keyspace
+        keyspace.attach_log(
+            fd, head.size, head.seed, policy=keyspace.log_policy, blob_fd=self.blob_fd, codec=objects, error=failure
         )
 
     def replaced(self, number: int, nbytes: int, recovered: bool) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from pion._core.keyspace import Keyspace
-from pion.store.keyspace import KeyspaceStore
+from pion._core.keyspace import BLOB_MIN, Keyspace
+from pion.store.keyspace import KeyspaceStore, files
 from pion.store.keyspace.zset import ZSet
 
 NOW = 1_700_000_000_000
+BIG = BLOB_MIN + 5
 State = dict[tuple[int, bytes], tuple[Any, int]]
 
 
@@ -89,3 +91,31 @@ def zrem(keyspace: Keyspace, db: int, key: bytes, names: list[bytes]) -> None:
         keyspace.delete(db, key)
     elif gone:
         keyspace.log(19, db, key, gone)
+
+
+def put(store: KeyspaceStore, *keys: str, value: bytes = b"v" * 50) -> list[int]:
+    """Set keys one batch each; returns the length of the log before each and after the last."""
+    sizes = []
+    for key in keys:
+        sizes.append(store.keyspace.log_bytes)
+        store.keyspace.set(0, key.encode(), value + key.encode())
+        store.keyspace.flush_log()
+    return [*sizes, store.keyspace.log_bytes]
+
+
+def names(store: KeyspaceStore) -> list[str]:
+    return sorted(key.decode() for key in store.keyspace.keys(0))
+
+
+def log_of(root: Path, number: int = 1) -> Path:
+    return files.path_of(root, files.LOG, number)
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def blobs(root: Path) -> set[str]:
+    return set(os.listdir(root / "blob"))

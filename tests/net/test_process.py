@@ -1,0 +1,87 @@
+"""The server as a process of its own, through `pion.testing.server`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pion import testing
+from tests.support.plane import frame
+
+
+def raw(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.settimeout(20)
+    return sock
+
+
+def test_a_process_ends_on_sigterm(tmp_path: Path):
+    with testing.server(dir=tmp_path / "data") as server:
+        with raw(server.port) as sock:
+            sock.sendall(frame("SET", "kept", "yes"))
+            assert sock.recv(100) == b"+OK\r\n"
+        assert server.anonymous_bytes() < 60 << 20
+        assert server.stop() == 0
+        server.restart()
+        with raw(server.port) as sock:
+            sock.sendall(frame("GET", "kept"))
+            assert sock.recv(100) == b"$3\r\nyes\r\n"
+        server.kill()
+        server.restart()
+        with raw(server.port) as sock:
+            sock.sendall(frame("GET", "kept"))
+            assert sock.recv(100) == b"$3\r\nyes\r\n"
+    assert server.process.returncode == 0
+
+
+def test_a_second_signal_ends_a_patient_server_at_once():
+    with testing.server() as server:
+        sock = raw(server.port)
+        sock.sendall(frame("SET", "v", "x" * (8 << 20)))
+        assert sock.recv(100) == b"+OK\r\n"
+        sock.sendall(frame("GET", "v") * 20)  # and never read: the graceful end would wait
+        assert sock.recv(3) == b"$83"
+        server.process.send_signal(signal.SIGINT)
+        while "shutting down" not in server.output:
+            server.wait_output(20)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        sock.close()
+
+
+def test_the_helper_tells_why_a_server_did_not_start():
+    with pytest.raises(RuntimeError, match="the server ended with status"), testing.server("--no-such-flag"):
+        pass
+
+
+def test_the_server_imports_neither_numpy_nor_mlx():
+    code = "import pion.net.server, pion.cli, sys; print(sorted({'numpy', 'mlx'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_many_clients_come_and_go():
+    with testing.server("--maxclients", "500") as server:
+
+        def visit(count: int) -> None:
+            for _ in range(count):
+                with raw(server.port) as sock:
+                    sock.sendall(b"PING\r\n")
+                    assert sock.recv(100) == b"+PONG\r\n"
+
+        threads = [threading.Thread(target=visit, args=(50,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with raw(server.port) as sock:
+            sock.sendall(b"INFO clients\r\n")
+            assert b"connected_clients:1\r\n" in sock.recv(4096)
+        assert len(os.listdir(f"/proc/{server.pid}/fd")) < 40

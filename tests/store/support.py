@@ -1,0 +1,26 @@
+"""A small engine to test with, and prefixes to put into it."""
+
+from __future__ import annotations
+
+from pion.store.engine import Engine
+
+from .model import BF16, F16, F32, words
+
+DIM = 64
+WORDS = {F32: "F32", F16: "F16", BF16: "BF16"}
+
+
+def fill(engine: Engine, ns: bytes, rows: int = 16, layers: int = 2, fmt: int = F16, **options: object) -> bytes:
+    """A complete declared prefix; every layer of both sides holds the same words, which are returned."""
+    engine.register(ns, DIM, fmt, rows=rows, layers=layers, **options)  # type: ignore[arg-type]
+    blob = words(rows, rows, DIM, fmt)
+    for layer in range(layers):
+        for side in (b"_pk", b"_pv"):
+            engine.v_store(ns + side, layer, 0, rows, blob, WORDS[fmt])
+    return blob
+
+
+def fetched(engine: Engine, sid: bytes, layer: int, end: int, **how: bool) -> bytes:
+    body = engine.v_fetch_range(sid, layer, 0, end, **how)
+    assert body is not None
+    return body.tobytes()
