@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pion._core.plane import Plane
-from pion.net.server import plane_limits, stream_table
 
+from pion._core.plane import Plane
 from pion.commands import table
 from pion.commands.dispatch import Dispatcher
+from pion.net.server import plane_limits, stream_table
 from pion.store.engine import Engine
 from tests.support.raw import frame
 
