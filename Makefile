@@ -69,7 +69,7 @@ $(STAMPS)/test: pyproject.toml $(STAMPS)/build-tools
 build: $(STAMPS)/core
 
 demo: $(STAMPS)/core $(STAMPS)/model
-	@$(RUN) -m pion.cli demo
+	@$(VENV)/bin/pion demo $(ARGS)
 
 test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)

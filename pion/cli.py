@@ -15,6 +15,8 @@ from pion.errors import NOT_IN_VERSION, StartupError
 
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
+_COMMANDS = ("server", "demo", "inspect", "check", "top", "bench", "import")
+
 _USAGE = """usage: pion <command> [arguments]
 
   server   the server; the same as pion-server
@@ -115,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "demo" and importlib.util.find_spec("pion.demo.runner") is not None:
         demo = importlib.import_module("pion.demo")
         return int(demo.main(rest))
-    if command in ("demo", "inspect", "check", "top", "bench", "import"):
+    if command in _COMMANDS:
         print(f"pion {command} is {NOT_IN_VERSION}", file=sys.stderr)
     else:
         print(f"pion: unknown command '{command}'\n{_USAGE}", file=sys.stderr)
@@ -123,4 +125,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(server_main())
+    sys.exit(main() if sys.argv[1:2] and sys.argv[1] in _COMMANDS else server_main())

@@ -110,6 +110,8 @@ ZRANGE_LIMIT: Final = "ERR syntax error, LIMIT is only supported in combination 
 ZRANGE_LEX_SCORES: Final = "ERR syntax error, WITHSCORES not supported in combination with BYLEX"
 
 # --- server -------------------------------------------------------------------------------------------------------
+NOTHING_KEPT: Final = "ERR the ordinary keyspace is not kept on disk (--memory-only or --no-wal)"
+SAVE_FAILED: Final = "ERR the log could not be flushed: what was acknowledged may not survive a power loss"
 NO_LFU: Final = (
     "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
     "between policies at runtime LRU and LFU data will take some time to adjust."
@@ -128,12 +130,15 @@ def wrong_arity(fullname: str) -> CommandError:
 
 def unknown_command(argv: "list[bytes]") -> CommandError:
     """Redis 7's text: the name and up to 128 bytes of arguments, line breaks as spaces."""
-    shown = ""
+    shown = b""
     for arg in argv[1:]:
         if len(shown) >= 128:
             break
-        shown += f"'{_printable(arg, 128 - len(shown))}' "
-    return CommandError(f"ERR unknown command '{_printable(argv[0], 128)}', with args beginning with: {shown}")
+        shown += b"'%s' " % _clean(arg, 128 - len(shown))
+    return CommandError(
+        f"ERR unknown command '{_printable(argv[0], 128)}', with args beginning with: "
+        + shown.decode("utf-8", "surrogateescape")
+    )
 
 
 def unknown_subcommand(container: str, name: bytes) -> CommandError:
@@ -159,6 +164,11 @@ def format_not_built(command: str, fmt: str) -> CommandError:
 
 
 def _printable(raw: bytes, limit: int) -> str:
+    """`_clean` as text; bytes that are no UTF-8 survive the way back into the reply."""
+    return _clean(raw, limit).decode("utf-8", "surrogateescape")
+
+
+def _clean(raw: bytes, limit: int) -> bytes:
     """At most `limit` bytes up to the first NUL, as C's %.*s; a line break cannot end the error line early."""
     text = bytes(raw[:limit]).split(b"\0", 1)[0]
-    return text.replace(b"\r", b" ").replace(b"\n", b" ").decode("utf-8", "surrogateescape")
+    return text.replace(b"\r", b" ").replace(b"\n", b" ")

@@ -2,8 +2,8 @@
 
 Every header goes through the host's compiler and through clang (PyPI `ziglang`) for Linux and macOS on 64-bit ARM,
 with warnings as errors: the kqueue, F_PREALLOCATE and sendfile variants are read by a compiler at least. They are plain
-C and need no Python.h. The C that Cython generated from the .pyx files, where a build left it, follows with this
-machine's Python.h; what a Mac's differs in and a compilation notices is put right by MAC_CONFIG.
+C and need no Python.h. The C that Cython generated from the .pyx files, where a build left it, follows for macOS with
+this machine's Python.h; what a Mac's differs in and a compilation notices is put right by MAC_CONFIG.
 """
 
 from __future__ import annotations
@@ -68,16 +68,15 @@ def main() -> int:
             macros = platform_macros(label if label in TARGETS else sys.platform.replace("darwin", "macos"))
             for source in [together] if label in TARGETS else [*alone, together]:
                 jobs.append(pool.submit(compile_one, label, command, source, [*STRICT, *macros], work))
-            if label in TARGETS:
-                config = ["-include", str(mac_config)] if "macos" in label else []
+            if "macos" in label:
+                extra = [*python_headers, *macros, "-include", str(mac_config)]
                 for source in generated:
-                    extra = [*python_headers, *macros, *config]
                     jobs.append(pool.submit(compile_one, label, command, source, extra, work))
         errors = [job.result() for job in jobs if job.result()]
     if errors:
         print("\n".join(errors))
         return 1
-    print(f"headers: {len(headers)} headers, {len(generated)} generated files compile for {', '.join(compilers())}")
+    print(f"headers: {len(headers)} headers compile for {', '.join(compilers())}; {len(generated)} generated for macOS")
     return 0
 
 

@@ -30,7 +30,7 @@
 /* gcc on glibc builds these loops three times and the loader picks one. The names are micro-architecture levels and not
  * "avx2": that alone leaves F16C off. clang and other C libraries build the loop once, for the baseline. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12 && !defined(__SANITIZE_ADDRESS__)
+#if __GNUC__ >= 12 && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define Q_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #endif
 #endif

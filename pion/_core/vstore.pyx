@@ -5,7 +5,7 @@
 import os
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.errno cimport errno
+from libc.errno cimport ENOMEM, errno
 from libc.stdint cimport UINT32_MAX, uint16_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -15,8 +15,10 @@ from pion._core.framing cimport (
     fr_header, fr_scan, fr_scan_free, fr_scan_here, fr_scan_init, fr_total,
 )
 
-__all__ = ["BIG_ALIGN", "BIG_FROM", "CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows", "check_records",
-           "convert_region", "flush", "reserve", "writeback", "write_record"]
+__all__ = [
+    "BIG_ALIGN", "BIG_FROM", "CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows",
+    "check_records", "convert_region", "flush", "reserve", "writeback", "write_record",
+]
 
 
 cdef extern from "quant.h" nogil:
@@ -216,8 +218,8 @@ cdef class Rows:
 
     def put(self, int side, int layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
             uint32_t stride) -> None:
-        """Publish rows that are in the file. `record` is the offset of their record, plus CHECKED when it is known to be
-        intact; `stride` the stored bytes of a row."""
+        """Publish rows that are in the file. `record` is the offset of their record, plus CHECKED when that is known to
+        be intact; `stride` the stored bytes of a row."""
         self._put(side, layer, start, count, offset, record, stride)
 
     def lost(self, uint64_t nbytes) -> None:
@@ -411,7 +413,8 @@ cdef class Rows:
                     raise MemoryError
                 payload = encoded
             memset(&h, 0, sizeof(h))
-            h.kind, h.state, h.layer, h.side, h.fmt = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side, <uint8_t>target
+            h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
+            h.fmt = <uint8_t>target
             h.start, h.count, h.dim, h.payload_len = start, count, dim, nbytes
             if nbytes < GIL_BYTES:
                 if encoded != NULL:
@@ -510,7 +513,7 @@ cdef class Rows:
         Returns:
             The offset behind the last record. Raises OSError.
         """
-        cdef int side, rc, error
+        cdef int side, error
         cdef int fmt[2]
         cdef uint32_t dim[2]
         cdef uint8_t *buf = <uint8_t *>malloc(VS_PIECE)
@@ -520,11 +523,10 @@ cdef class Rows:
             for side in range(2):
                 fmt[side], dim[side] = formats[side][0], formats[side][1]
             with nogil:
-                rc = self._merge(fresh, src, dst, &at, seed, fmt, dim, buf)
-                error = errno
-            if rc == VS_NO_MEMORY:
+                error = self._merge(fresh, src, dst, &at, seed, fmt, dim, buf)
+            if error == ENOMEM:
                 raise MemoryError
-            if rc:
+            if error:
                 raise _oserror(error)
             return at
         finally:
@@ -532,11 +534,11 @@ cdef class Rows:
 
     cdef int _merge(self, Rows fresh, int src, int dst, uint64_t *at, uint32_t seed, int *fmt, uint32_t *dim,
                     uint8_t *buf) noexcept nogil:
-        """0, FR_IO (errno) or VS_NO_MEMORY."""
+        """0 or errno."""
         cdef fr_header h
         cdef vs_map *m
         cdef vs_map *into
-        cdef int side, layer
+        cdef int side, layer, error
         cdef uint32_t i, j
         cdef uint64_t total = 0
         for side in range(2):
@@ -550,16 +552,16 @@ cdef class Rows:
                     memset(&h, 0, sizeof(h))
                     h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
                     h.fmt, h.dim = <uint8_t>fmt[side], dim[side]
-                    errno = vs_merge(m, i, j, src, dst, at[0], &h, seed, buf, &total)
-                    if errno:
-                        return FR_IO
+                    error = vs_merge(m, i, j, src, dst, at[0], &h, seed, buf, &total)
+                    if error:
+                        return error
                     if fresh._take(side, layer, h.start, h.count, at[0] + h.header_len, at[0] | VS_CHECKED, m.stride):
-                        return VS_NO_MEMORY
+                        return ENOMEM
                     at[0] += total
                     i = j
                 into = fresh._grow(side, layer)
                 if into == NULL:
-                    return VS_NO_MEMORY
+                    return ENOMEM
                 if m.tokens > into.tokens:
                     into.tokens = m.tokens
                 into.stride = m.stride

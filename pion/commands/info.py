@@ -95,8 +95,7 @@ def _memory(ctx: Context) -> Lines:
 
 
 def _persistence(ctx: Context) -> Lines:
-    state, wal = ctx.server, bool(getattr(ctx.options, "wal", False))
-    log_bytes = int(ctx.ks.log_bytes) if wal else 0
+    state, store = ctx.server, ctx.engine.keyspace_store
     return [
         ("loading", 0),
         ("async_loading", 0),
@@ -104,10 +103,10 @@ def _persistence(ctx: Context) -> Lines:
         ("rdb_bgsave_in_progress", int(state.saving)),
         ("rdb_last_save_time", state.last_save),
         ("rdb_last_bgsave_status", "ok" if state.last_save_ok else "err"),
-        ("aof_enabled", int(wal)),
-        ("aof_rewrite_in_progress", 0),
+        ("aof_enabled", int(store is not None)),
+        ("aof_rewrite_in_progress", int(store is not None and store.rewriting)),
         ("aof_last_write_status", "err" if ctx.ks.refuses else "ok"),
-        ("aof_current_size", log_bytes),
+        ("aof_current_size", store.log_bytes if store is not None else 0),
     ]
 
 

@@ -28,27 +28,28 @@ def time_(_ctx: Context, _argv: list[bytes]) -> Any:
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
+def _needs_log(ctx: Context) -> None:
+    if ctx.engine.keyspace_store is None:
+        raise CommandError(errors.NOTHING_KEPT)
+
+
 async def _save(ctx: Context) -> None:
-    """Everything acknowledged so far on stable storage, the index checkpointed.
+    """Everything acknowledged so far on stable storage.
 
     Raises:
         CommandError: nothing is kept on disk, or a save runs, or it failed.
     """
     state = ctx.server
-    if getattr(ctx.options, "memory_only", False):
-        raise CommandError("ERR nothing is kept on disk (--memory-only)")
+    _needs_log(ctx)
     if state.saving:
         raise CommandError("ERR Background save already in progress")
     state.saving = True
     changes = ctx.ks.dirty
     try:
         await ctx.in_thread(ctx.engine.checkpoint)
-    except StorageError:
+    except (OSError, StorageError):
         state.last_save_ok = False
-        raise
-    except OSError as error:
-        state.last_save_ok = False
-        raise StorageError(f"ERR save failed: {error.strerror}") from error
+        raise StorageError(errors.SAVE_FAILED) from None
     finally:
         state.saving = False
     state.last_save, state.last_save_ok, state.saved_changes = int(time.time()), True, changes
@@ -66,8 +67,7 @@ async def save(ctx: Context, _argv: list[bytes]) -> Any:
 def bgsave(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) > 2 or (len(argv) == 2 and args.upper(argv[1]) != b"SCHEDULE"):
         raise CommandError(errors.SYNTAX)
-    if getattr(ctx.options, "memory_only", False):
-        raise CommandError("ERR nothing is kept on disk (--memory-only)")
+    _needs_log(ctx)
     if ctx.server.saving:
         raise CommandError("ERR Background save already in progress")
     if ctx.server.spawn is None:
@@ -81,6 +81,16 @@ def bgsave(ctx: Context, argv: list[bytes]) -> Any:
 
     ctx.server.spawn(run)
     return Simple(b"Background saving started")
+
+
+@command("BGREWRITEAOF", 1, "admin noscript no_async_loading", 0, 0, 0, "server", "1.0.0",
+         "Rewrites the log of the ordinary keyspace, shorter, while serving.", "O(1)")  # fmt: skip
+def bgrewriteaof(ctx: Context, _argv: list[bytes]) -> Any:
+    _needs_log(ctx)
+    if ctx.engine.keyspace_store.rewriting:
+        raise CommandError("ERR Background append only file rewriting already in progress")
+    ctx.engine.keyspace_store.request_rewrite()
+    return Simple(b"Background append only file rewriting started")
 
 
 @command("LASTSAVE", 1, "loading stale fast", 0, 0, 0, "server", "1.0.0", "Unix time of the last good save.", "O(1)",

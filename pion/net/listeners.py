@@ -53,6 +53,8 @@ def open_tcp(addresses: Iterable[str], port: int) -> list[socket.socket]:
     except OSError as error:
         for sock in sockets:
             sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"cannot bind port {port} (already in use?)") from None
         raise StartupError(f"cannot listen on {address}:{port}: {os.strerror(error.errno or 0)}") from None
     return sockets
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +168,62 @@ def test_an_entry_dropped_between_lookup_and_fetch_is_recomputed_and_stored(
             assert between.before is None
             assert words(pc.get_or_prefill(IDS, ns)) == truth
             assert (pc.hits, pc.misses) == (1, 2)
+
+
+# --- values and waiting ----------------------------------------------------------------------------------------------
+
+
+def loud(dtype: str) -> Any:
+    """A model whose keys go beyond what fp16 holds."""
+    model = models.tiny_llama(dtype)
+    for layer in model.layers:
+        layer.self_attn.v_proj.weight = layer.self_attn.v_proj.weight * 1e6
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "vquant"), [("float32", "fp16"), ("float32", "int8"), ("bfloat16", "int8")])
+def test_c9_values_a_format_cannot_hold_are_refused_and_never_stored(
+    server: Any, ns: str, dtype: str, vquant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loud(dtype)
+    with PionPromptCache(model, vquant=vquant, port=server.port) as pc:
+        cache = pc.get_or_prefill(IDS, ns)
+        assert abs(cache[0].values[..., : len(IDS), :]).max().item() > 65504
+        assert (pc.store_errors, pc.lookup(ns)) == (1, False)
+        assert any("row" in text and "not stored" in text for text in warnings_of(caplog))
+    with PionPromptCache(model, vquant="native", port=server.port, on_mismatch="replace") as pc:
+        kept = words(pc.get_or_prefill(IDS, ns))
+        assert words(pc.get_or_prefill(IDS, ns)) == kept
+        assert pc.hits == 1
+
+
+def test_h1_a_background_store_does_not_delay_the_answer(server: Any, between: Proxy, ns: str) -> None:
+    gate = threading.Event()
+
+    def hold_rows(request: bytes) -> None:
+        if b"V.STOREBATCH" in request:
+            assert gate.wait(60)
+
+    between.before = hold_rows
+    with PionPromptCache(models.tiny_llama(), port=between.port, background_store=True) as pc:
+        cache = pc.get_or_prefill(IDS, ns)
+        assert models.greedy(pc.model, cache, [1], 3)
+        with Client(host="127.0.0.1", port=server.port) as client:
+            assert client.lookup(ns) is False
+        gate.set()
+        assert pc.lookup(ns) is True
+
+
+def test_h1_round_trips(server: Any, between: Proxy, ns: str) -> None:
+    with PionPromptCache(models.tiny_llama(num_hidden_layers=6), port=between.port) as pc:
+        pc.resp.call("PING")
+        before = between.turns
+        pc.get_or_prefill(IDS, ns)
+        assert between.turns - before <= 4  # lookup, register, rows (whose replies may come in two pieces)
+        before = between.turns
+        pc.get_or_prefill(IDS, ns)
+        assert between.turns - before == 2  # lookup, rows
+        assert pc.hits == 1
 
 
 # --- refusals that raise ----------------------------------------------------------------------------------------------

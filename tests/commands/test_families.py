@@ -110,26 +110,29 @@ def test_save(tmp_path: Path) -> None:
         assert client("LASTSAVE") >= before
         assert b"rdb_changes_since_last_save:0\r\n" in client("INFO", "persistence")
         assert client("BGSAVE") == Error(b"ERR BGSAVE needs a running server")
+        assert client("BGREWRITEAOF") == Simple(b"Background append only file rewriting started")
+        assert b"aof_rewrite_in_progress:1\r\n" in client("INFO", "persistence")
+        assert client("BGREWRITEAOF").code == b"ERR"
 
 
 def test_nothing_to_save_in_memory(client: MemoryClient) -> None:
-    client.dispatcher.options.memory_only = True
-    for line in ("SAVE", "BGSAVE"):
-        assert client(line) == Error(b"ERR nothing is kept on disk (--memory-only)")
+    for line in ("SAVE", "BGSAVE", "BGREWRITEAOF"):
+        assert client(line) == Error(b"ERR the ordinary keyspace is not kept on disk (--memory-only or --no-wal)")
 
 
 def test_failed_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_fd: int) -> None:
+    def broken() -> None:
         raise OSError(5, os.strerror(5))
 
-    with Engine(tmp_path / "data", ticker=False) as engine:
-        client = MemoryClient(Dispatcher(engine, Options()))
-        client("SET", "k", "v")
-        with monkeypatch.context() as patched:
-            for name in ("fsync", "fdatasync"):
-                patched.setattr(os, name, broken)
-            assert client("SAVE").code == b"ERR"
-        assert b"rdb_last_bgsave_status:err\r\n" in client("INFO", "persistence")
+    engine = Engine(tmp_path / "data", ticker=False)
+    client = MemoryClient(Dispatcher(engine, Options()))
+    client("SET", "k", "v")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.keyspace_store, "fsync", broken)
+        assert client("SAVE").text.startswith(b"ERR the log could not be flushed")
+    assert b"rdb_last_bgsave_status:err\r\n" in client("INFO", "persistence")
+    assert client("SAVE").text.startswith(b"ERR the log could not be flushed")  # what was lost stays lost
+    engine.close()
 
 
 def test_shutdown(dispatcher: Dispatcher) -> None:

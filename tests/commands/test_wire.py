@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -229,6 +231,7 @@ def test_survives_a_kill(tmp_path: object) -> None:
         client("RENAME", "none", "x")
         client("SET", "five", "5")
         running.kill()
+        client.close()
     with testing.server("--dir", f"{tmp_path}/data") as running:
         client = connect(running)
         assert client("GET", "s") == b"v"
@@ -239,6 +242,21 @@ def test_survives_a_kill(tmp_path: object) -> None:
         assert client("GET", "n") == b"1"
         client("SELECT", 5)
         assert client("GET", "five") == b"5"
+        assert client("BGSAVE") == Simple(b"Background saving started")
+        assert client("BGREWRITEAOF") == Simple(b"Background append only file rewriting started")
+        deadline = time.monotonic() + 20
+        while b"rewrite_in_progress:0" not in client("INFO", "persistence"):
+            assert time.monotonic() < deadline
+        assert client("CONFIG", "SET", "appendfsync", "always") == Simple(b"OK")
+        assert client("SET", "synced", "1") == Simple(b"OK")
+        running.kill()
+        client.close()
+    with testing.server("--dir", f"{tmp_path}/data") as running:
+        client = connect(running)
+        assert client("HGETALL", "h") == [b"b", b"2"]
+        assert client("SELECT", 5) == Simple(b"OK")
+        assert client("GET", "synced") == b"1"
+        client.close()
 
 
 def test_unix_socket(tmp_path: object) -> None:
@@ -255,3 +273,83 @@ def test_unix_socket(tmp_path: object) -> None:
             except Incomplete:
                 got += sock.recv(100)
         assert reply == Simple(b"PONG")
+
+
+def test_shutdown_ends_the_process() -> None:
+    with testing.server() as running:
+        client = connect(running)
+        client.sock.sendall(command("SHUTDOWN", "NOSAVE"))
+        with pytest.raises(EOFError):
+            client.read()
+        assert running.process.wait(20) == 0
+
+
+def test_sigterm_is_graceful() -> None:
+    with testing.server() as running:
+        client = connect(running)
+        client("SET", "k", "v")
+        assert running.stop() == 0
+        client.close()
+
+
+def test_a_second_server_on_the_port_is_refused(server: testing.Server) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pion.cli", "--memory-only", "--port", str(server.port)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert f"FATAL: cannot bind port {server.port}" in run.stderr
+
+
+def test_max_clients() -> None:
+    with testing.server("--maxclients", "3") as running:
+        clients = [connect(running) for _ in range(3)]
+        for client in clients:
+            assert client("PING") == Simple(b"PONG")
+        extra = connect(running)
+        assert extra.read() == Error(b"ERR max number of clients reached")
+        assert closed(extra)
+        assert b"rejected_connections:1\r\n" in clients[0]("INFO", "stats")
+        assert clients[0]("CONFIG", "SET", "maxclients", 4) == Simple(b"OK")
+        clients.append(connect(running))
+        assert clients[3]("PING") == Simple(b"PONG")
+        for client in clients:
+            client.close()
+
+
+def test_idle_connections_are_closed() -> None:
+    with testing.server() as running:
+        client, busy = connect(running), connect(running)
+        assert busy("CONFIG", "SET", "timeout", 1) == Simple(b"OK")
+        client.sock.settimeout(0.05)
+        deadline = time.monotonic() + 20
+        while True:
+            assert busy("PING") == Simple(b"PONG")
+            assert time.monotonic() < deadline
+            try:
+                if client.sock.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+        client.close()
+        busy.close()
+
+
+def test_maxmemory_holds_for_fast_commands_too(server: testing.Server) -> None:
+    client = connect(server)
+    client("FLUSHALL")
+    assert client("CONFIG", "SET", "maxmemory", "8mb") == Simple(b"OK")
+    deadline = time.monotonic() + 20
+    count = 0
+    while (reply := client("SET", f"big{count}", b"x" * (1 << 18))) == Simple(b"OK"):
+        count += 1
+        assert time.monotonic() < deadline
+    assert reply == Error(b"OOM command not allowed when used memory > 'maxmemory'.")
+    assert client("GET", "big0") == b"x" * (1 << 18)
+    assert client("FLUSHALL") == Simple(b"OK")
+    assert client("SET", "k", "v") == Simple(b"OK")
+    assert client("CONFIG", "SET", "maxmemory", "0") == Simple(b"OK")
+    client.close()

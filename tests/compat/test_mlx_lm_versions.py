@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(600)]
 models.need_mlx()
 
 INSTALLED = "installed"
-VERSIONS = (INSTALLED, "0.20.1", "0.25.2", "0.31.3")
+VERSIONS = (INSTALLED, "0.20.1", "0.31.3")
 PROGRAM = """
 import json, sys
 from tests.support import models

@@ -183,6 +183,15 @@ SESSION = [
     "INFO a b",
     "foo 1 2 3 4 5 6 7 8 9 " + "a" * 150 + " 10",
     "a" * 150 + " x",
+    r"'\xff\xfe' '\xffx' y",
+    "x " + r"'\xc3\xa9'" * 80,
+    r"CLIENT '\xff'",
+    r"'a\x00b' 'c\x00d'",
+    r"SET k v '\xff'",
+    r"EXPIRE k 1 '\xff'",
+    r"CONFIG SET '\xff' 1",
+    r"HELLO 3 '\xff'",
+    "'' x",
 ]
 
 # Later than the 7.0 that Debian has.

@@ -70,7 +70,7 @@ def main() -> None:
     v = -k
     with tempfile.TemporaryDirectory() as name:
         for turn in range(2):  # stored by the first server, fetched from the second
-            with server(Path(name)) as port, pion.Client("127.0.0.1", port) as client:
+            with server(Path(name)) as port, pion.Client(host="127.0.0.1", port=port) as client:
                 assert client.ping()
                 if turn == 0:
                     client.store("smoke", k, v)

@@ -31,7 +31,7 @@ def declared_in_pxd(text: str) -> tuple[set[str], set[str]]:
     """(classes, functions) that a .pxd exports, without what it declares of C headers."""
     own = re.sub(r"(?m)^cdef extern from .*:\n(?:(?:[ \t]+.*)?\n)*", "", text)
     classes = set(re.findall(r"(?m)^cdef class (\w+)", own))
-    functions = set(re.findall(r"(?m)^c(?:p?)def [\w ]*?\*?\s*(\w+)\(", own))
+    functions = set(re.findall(r"(?m)^c(?:p?)def (?!class\b)[\w ]*?\*?\s*(\w+)\(", own))
     return classes, functions
 
 

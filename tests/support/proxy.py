@@ -14,15 +14,17 @@ class Proxy:
     Attributes:
         port: where clients connect.
         before: called with each piece of a request before it is passed on; None = nothing.
-        limit: bytes of replies after which a connection is cut in both directions; None = never.
+        limit, request_limit: bytes of replies, or of requests, after which a connection is cut; None = never.
         accepted: connections so far.
+        turns: how often a request followed a reply, over all connections: the round trips.
     """
 
     def __init__(self, port: int) -> None:
         self.before: Callable[[bytes], None] | None = None
         self.limit: int | None = None
         self.request_limit: int | None = None
-        self.accepted = 0
+        self.accepted = self.turns = 0
+        self._answered = True
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -55,6 +57,8 @@ class Proxy:
         moved = 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.turns += request and self._answered
+                self._answered = not request
                 if request and self.before is not None:
                     self.before(data)
                 limit = self.request_limit if request else self.limit
