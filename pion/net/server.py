@@ -33,6 +33,7 @@ log = logging.getLogger("pion.net")
 
 TICK = 0.1  # seconds: expiry, send timeouts, samples
 EXPIRE_BUDGET_US = 1000  # of each tick, at most
+SLICE = 4 << 20  # bytes a large value may send or receive per turn: with 1 MiB the turns themselves cost a fifth
 DRAIN = 5.0  # seconds a graceful end waits for replies that are due
 RESERVED_FDS = 256  # descriptors for entry files, the log and listeners beside the clients
 
@@ -129,6 +130,7 @@ class Server:
             fast_table=self.dispatcher.fast_table(),
             streams=stream_table(),
             movers=options.workers,
+            slice_bytes=SLICE,
             limits=plane_limits(),
         )
         self.dispatcher.plane = self.plane
