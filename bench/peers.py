@@ -188,10 +188,10 @@ def tool() -> str:
     return str(target)
 
 
-def load(*args: object) -> list[float]:
-    """One run of the load generator, pinned beside the server; the numbers it printed."""
-    environment = os.environ | {"CPU": CLIENT_CPU, "SERVER_CPU": SERVER_CPU}
-    done = subprocess.run([tool(), *map(str, args)], capture_output=True, text=True, env=environment, check=False)
+def load(*args: object, cpu: str | None = CLIENT_CPU) -> list[float]:
+    """One run of the load generator, pinned beside the server unless `cpu` is None; the numbers it printed."""
+    pins = {} if cpu is None else {"CPU": cpu, "SERVER_CPU": SERVER_CPU}
+    done = subprocess.run([tool(), *map(str, args)], capture_output=True, text=True, env=os.environ | pins, check=False)
     if done.returncode:
         raise RuntimeError(f"load {' '.join(map(str, args))}: {done.stderr.strip()}")
     return [float(word) for word in done.stdout.split()]

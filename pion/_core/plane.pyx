@@ -23,8 +23,8 @@ from pion._core.stream cimport extents_read, scratch, scratch_free
 
 from pion._core.planebase import PENDING
 
-__all__ = ["FAST_DEL", "FAST_ECHO", "FAST_EXISTS", "FAST_GET", "FAST_INCR", "FAST_MEMBERSHIP", "FAST_MGET", "FAST_PING",
-           "FAST_SET", "FLAG_DENYOOM", "FLAG_WRITE", "Plane"]
+__all__ = ["Conn", "FAST_DEL", "FAST_ECHO", "FAST_EXISTS", "FAST_GET", "FAST_INCR", "FAST_MEMBERSHIP", "FAST_MGET",
+           "FAST_PING", "FAST_SET", "FLAG_DENYOOM", "FLAG_WRITE", "PENDING", "Plane"]
 
 
 cdef extern from "plane.h" nogil:

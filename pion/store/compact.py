@@ -105,6 +105,7 @@ class _Job:
         fd, self.temporary = store.files.scratch(entry.path)
         self.target = FdRef(fd)
         self.at = self.base = 0
+        self.durable = (0, 0)  # what is on the medium: up to here of the old file, standing up to there in the new one
 
     def run(self) -> bool:
         """Copy, catch up with what is appended meanwhile, swap."""
@@ -116,7 +117,7 @@ class _Job:
         self.at = self.plan.merge_into(self.rows, self.source.fileno(), fd, self.at, self.fresh.seed, formats)
         self.base = self.at
         for _ in range(_ROUNDS):
-            self._flush()  # what is durable in the old file must be durable in the new one before it takes its place
+            self._flush()
             with self.store.lock:
                 if not self._possible():
                     return False
@@ -130,7 +131,9 @@ class _Job:
             if not self._possible():
                 return False
             self._copy(self.seen, self.entry.size)
-            self._flush()
+            self.seen = self.entry.size
+            if self.entry.synced > self.durable[0]:
+                self._flush()  # a commit came between: what it made durable stays so
             self._swap()
             return True
 
@@ -149,8 +152,11 @@ class _Job:
         )
 
     def _flush(self) -> None:
+        """What is durable in the old file must be durable in the new one before it takes its place."""
+        seen, at = self.seen, self.at
         if self.store.files.keeps:
             vstore.flush(self.target.fileno())
+        self.durable = (seen, at)
 
     def _copy_head(self) -> None:
         head = layout.file_header(self.fresh.key, self.fresh.generation)
@@ -184,7 +190,7 @@ class _Job:
             entry.recount()
 
         store.recounted(entry, change)
-        entry.synced = self.at if store.files.keeps else 0
+        entry.synced = self.durable[1]
         if store.index is not None:
             store.index.put(entry.key, entry.figures(clean=False))
         store.opened(entry)

@@ -135,8 +135,9 @@ class Upkeep:
                 with store.lock:
                     for item in work:
                         item.done(store)
-                if store.index is not None:
-                    store.index.flush()
+                    flush = store.index.to_flush() if store.index is not None else None
+                if flush is not None:
+                    flush.run()
                 store.files.sync()
             if self.log is not None:
                 self.log.fsync()
@@ -224,6 +225,9 @@ class Upkeep:
                     for entry in entries[i : i + _SLICE]
                     if not entry.gone
                 )
+        with store.lock:
+            flush = idx.to_flush()
+        flush.run()  # the bulk of it, without the lock
         with store.lock:
             idx.end_rewrite(closed=closed)
 

@@ -105,8 +105,26 @@ class Loaded:
     records: int = 0
 
 
+class Flush:
+    """Descriptors of its own, so that the files may be exchanged meanwhile."""
+
+    def __init__(self, fds: list[int], root: Path | None) -> None:
+        self._fds, self._root = fds, root
+
+    def run(self) -> None:
+        """Wait until the files (and their names) are on the medium. Raises OSError."""
+        try:
+            for fd in self._fds:
+                vstore.flush(fd)
+            if self._root is not None:
+                flush_directory(self._root)
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+
+
 class Index:
-    """The open index file. Calls are made with the store's lock held, except `write_slices`."""
+    """The open index file. Calls are made with the store's lock held, and those of a `Flush` without it."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / NAME
@@ -255,7 +273,7 @@ class Index:
         return self._size > _REWRITE_FROM and self._size > 2 * self._live
 
     def begin_rewrite(self) -> None:
-        """From here on every record also goes to a new file; `write_slices` brings in what is there already."""
+        """From here on every record also goes to a new file; `rewrite` brings in what is there already."""
         fd, seed, _ = self._fresh(self.path.with_suffix(".new"))
         self._next = (fd, seed)
         self._append_next(OPENED, boot_id(), b"")
@@ -272,14 +290,18 @@ class Index:
         self._write(fd, b"".join(framing.pack_log(PUT, 0, key, figures.pack(), 0, seed) for key, figures in entries))
 
     def end_rewrite(self, *, closed: bool = False) -> None:
-        """Make the new file durable and put it in the place of the old one. Raises OSError; the old one then stays."""
+        """Put the new file, which `flush` has made durable as far as that was promised, in the place of the old one.
+
+        Raises:
+            OSError: the old one stays.
+        """
         if self._next is None:
             return
         fd, seed = self._next
-        if closed:
-            self._append_next(CLOSED, b"", b"")
         try:
-            vstore.flush(fd)
+            if closed:
+                self._append_next(CLOSED, b"", b"")
+                vstore.flush(fd)
             os.rename(self.path.with_suffix(".new"), self.path)
         except OSError:
             self.cancel_rewrite()
@@ -296,12 +318,10 @@ class Index:
             self._next = None
             self.path.with_suffix(".new").unlink(missing_ok=True)
 
-    def flush(self) -> None:
-        """Wait until the file is on the medium. Raises OSError."""
+    def to_flush(self) -> Flush:
+        """What a commit has to make durable; taken with the lock, flushed without it."""
         moved, self._moved = self._moved, False
-        vstore.flush(self._fd)
-        if moved:
-            flush_directory(self._root)
+        return Flush([os.dup(fd) for _, fd in self._targets()], self._root if moved else None)
 
     def close(self) -> None:
         """Close the file."""

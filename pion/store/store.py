@@ -171,7 +171,7 @@ class Store:
         entry.seed = loader.seed_of(entry.generation)
         entry.describe(sides, declared)
         sessions = entry.side_count or 1
-        self.make_slots(sessions - (over.side_count if over else 0), over)
+        self.make_slots(sessions - (over.side_count if over else 0), over, entries=0 if over else 1)
         self.make_room(BLOCK, over)
         head = layout.file_header(key, entry.generation)
         data = head + loader.meta_record(entry, len(head)) + records
@@ -315,17 +315,18 @@ class Store:
 
     # --- caps -------------------------------------------------------------------------------------------------------
 
-    def make_slots(self, sessions: int, keep: Entry | None = None) -> None:
-        """Evict until this many more sessions fit under --max-sessions.
+    def make_slots(self, sessions: int, keep: Entry | None = None, *, entries: int = 0) -> None:
+        """Evict until this many more sessions and entries fit under --max-sessions (an entry may be state alone).
 
         Raises:
             CommandError: they never will.
         """
-        while self.totals.sessions + sessions > self.max_sessions:
+        most = self.max_sessions
+        while self.totals.sessions + sessions > most or len(self.entries) + entries > most:
             if not self._evict(keep, f"evicted: more than {self.max_sessions} sessions"):
                 raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
         if not self.files.keeps:  # every entry is an open descriptor
-            while len(self.entries) >= _descriptor_cap() * 2:
+            while len(self.entries) + entries > _descriptor_cap() * 2:
                 if not self._evict(keep, "evicted: no more file descriptors"):
                     raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
 

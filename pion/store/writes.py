@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pion.store")
 
+RESERVE_MOST: Final = 64 * limits.MIB  # a larger request may search the disk for milliseconds
 RESERVE_FROM: Final = 256 * limits.KIB  # asking for the blocks first makes large writes a third cheaper
 F32, F16, BF16 = limits.FORMATS["fp32"], limits.FORMATS["fp16"], limits.FORMATS["bf16"]
 SOURCES: Final = {"F32": F32, "F16": F16, "BF16": BF16}
@@ -218,7 +219,7 @@ def open_write(
         undo(store, entry)
         raise storage_error(command, error) from error
     if room >= RESERVE_FROM:
-        vstore.reserve(ref.fileno(), at, reserved)
+        vstore.reserve(ref.fileno(), at, min(reserved, RESERVE_MOST))
     resize(store, entry, at + reserved)
     sink = _sink(ref, at + reserved - room, nbytes, convert, crc_dim, entry.seed)
     sink.entry, sink.kind, sink.side, sink.layer, sink.start, sink.count = entry, kind, side, layer, start, count

@@ -20,7 +20,7 @@ def test_one_port_for_all_addresses():
         names = [sock.getsockname() for sock in sockets]
         assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2"]
         assert names[0][1] == names[1][1] != 0
-        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.2:{names[0][1]}: Address already in use"):
+        with pytest.raises(StartupError, match=rf"cannot bind port {names[0][1]} \(already in use\?\)"):
             open_tcp(["127.0.0.2"], names[0][1])
     finally:
         for sock in sockets:

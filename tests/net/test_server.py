@@ -214,7 +214,7 @@ async def test_errors_at_the_start_leave_nothing_open(tmp_path: Path):
         await serve(Options(port=-1, memory_only=True))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(StartupError, match=f"cannot bind port {port}"):
             await serve(Options(port=port, memory_only=True))
     (tmp_path / "file").write_text("x")
     with pytest.raises((StartupError, OSError)):

@@ -24,6 +24,8 @@ def stub_names(tree: ast.Module) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):  # "X as X" offers a name of another module
+            names |= {alias.name for alias in node.names if alias.asname == alias.name}
     return {name for name in names if not name.startswith("_")}
 
 

@@ -96,3 +96,12 @@ def test_h6_the_default_cap_is_finite(tmp_path: Path) -> None:
     with Engine(tmp_path / "d", ticker=False) as engine, Engine(None, memory_only=True, ticker=False) as memory:
         assert 0 < engine.info()["vstore_max_bytes"] < 1 << 50
         assert 0 < memory.info()["vstore_max_bytes"] < 1 << 45
+
+
+def test_entries_that_hold_only_state_are_capped_too(tmp_path: Path) -> None:
+    with Engine(tmp_path / "d", max_sessions=8, ticker=False) as engine:
+        for i in range(30):
+            engine.ssm_store(b"s%d" % i, 0, b"state")
+        assert engine.info()["vstore_entries"] == 8
+        assert engine.ssm_fetch(b"s29", 0) is not None
+        assert engine.ssm_fetch(b"s0", 0) is None

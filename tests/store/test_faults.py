@@ -334,3 +334,11 @@ def test_unfinished_files_of_a_crash_are_removed(engine: Engine, tmp_path: Path)
         assert again.lookup(b"ns")
     stream.drain()
     assert not any(path.exists() for path in left)
+
+
+def test_replace_of_an_entry_whose_file_was_removed(engine: Engine) -> None:
+    fill(engine, b"ns")
+    entry_file(engine, b"ns").unlink()
+    engine.register(b"ns", 8, F16, replace=True)
+    assert engine.v_info(b"ns_pk").dim == 8
+    assert entry_file(engine, b"ns").exists()

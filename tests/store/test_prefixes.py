@@ -260,3 +260,14 @@ def test_ledger_books_hits_as_published(engine: Engine) -> None:
     assert engine.info()["vstore_total_fetches"] == 32
     ledger.reset()
     assert (ledger.hits, ledger.bytes_served, ledger.prefill_us_saved) == (0, 0, 0)
+
+
+def test_h5_dropping_one_model_leaves_the_others(engine: Engine) -> None:
+    kept = {b"b|%d" % i: fill(engine, b"b|%d" % i, rows=i + 1, scope=b"b") for i in range(10)}
+    for i in range(10):
+        fill(engine, b"a|%d" % i, scope=b"a")
+    assert engine.drop(*engine.list(scope=b"a", count=100)[1]) == 10
+    assert engine.list(scope=b"a") == (0, [])
+    for ns, blob in kept.items():
+        assert engine.lookup(ns)
+        assert fetched(engine, ns + b"_pk", 1, int(ns[2:]) + 1, native=True) == blob
