@@ -12,7 +12,6 @@ GIB: Final = 1 << 30
 # --- server ------------------------------------------------------------------------------------------------------
 DEFAULT_PORT: Final = 1974  # the port of the seeds
 DATABASES: Final = 16  # Redis's default; SELECT refuses the rest
-INTERNAL_DB: Final = 16  # block tables of prefixes, for the fast membership probe; no client can SELECT it
 DEFAULT_MAXCLIENTS: Final = 10_000  # Redis's default; LMCache alone opens pools of 150
 DEFAULT_WORKERS: Final = 2  # mover threads
 MAX_WORKERS: Final = 64

@@ -16,7 +16,6 @@ enum { FAST_STREAM = 0, FAST_PING, FAST_ECHO, FAST_GET, FAST_SET, FAST_DEL, FAST
 enum { FLAG_WRITE = 1, FLAG_DENYOOM = 2 };
 enum { FAST_DONE = 0, FAST_SLOW = 1 };
 
-#define FAST_TABLES_DB 16         /* block tables by namespace */
 #define FAST_MAX_HASHES 16384     /* about 80 us of plane time; more go to a thread */
 #define FAST_MAX_KEYS 4096        /* a longer DEL, EXISTS or MGET takes the Python door, where it can be split */
 
@@ -149,14 +148,15 @@ static inline int fast__membership(fast_call *f) {
     fast_arg ns = fast__arg(f, 1), count = fast__arg(f, 2), hashes = fast__arg(f, 3);
     int64_t n;
     if (!resp_number(count.p, count.n, &n) || n < 0 || n > FAST_MAX_HASHES || hashes.n != (size_t)n * 8) return FAST_SLOW;
-    kent *e = ks_find(f->plane->keyspace, FAST_TABLES_DB, ns.p, ns.n, f->plane->now_ms);
-    if (!e || e->type != KS_STRING) return FAST_SLOW;
-    const kval *table = (const kval *)e->value;
+    kval *table = ks_table_get(f->plane->keyspace, ns.p, ns.n);
+    if (!table) return FAST_SLOW;
     size_t bytes = (size_t)(n + 7) / 8, room = bytes + RESP_NUM_MAX + 2;
     char *to = outq_room(f->out, &f->plane->spares, room);
+    size_t at = to ? resp_put_num(to, '$', (int64_t)bytes) : 0;
+    int rc = to ? mt_probe(table->data, table->len, hashes.p, (size_t)n, (uint8_t *)to + at) : 0;
+    kval_unref(table);
     if (!to) return FAST_DONE;
-    size_t at = resp_put_num(to, '$', (int64_t)bytes);
-    if (mt_probe(table->data, table->len, hashes.p, (size_t)n, (uint8_t *)to + at)) {
+    if (rc) {
         outq_trim(f->out, room);
         return FAST_SLOW;
     }

@@ -11,7 +11,7 @@
  * Values: strings are kval*; other types are Python objects. C code that replaces an object without the GIL puts it on
  * a list which the owner of the GIL releases later.
  *
- * Every function that changes a user database appends the effect to the log (kslog.h) if one is attached.
+ * Every function that changes a key appends the effect to the log (kslog.h) if one is attached.
  */
 #ifndef PION_KEYSPACE_H
 #define PION_KEYSPACE_H
@@ -64,7 +64,7 @@ static inline int ks_blob_save(ks *k, kval *v) {
 static inline void ks_log_string(ks *k, const kent *e) {
     kval *v = (kval *)e->value;
     k->dirty++;
-    if (!ks_logs(k, e->db)) return;
+    if (!ks_logs(k)) return;
     const uint64_t blob = v->flags & KV_DIRTY ? 0 : kval_blob(v);
     if (blob && v->len >= KS_BLOB_MIN) {
         uint8_t where[20];
@@ -84,9 +84,9 @@ static inline kent *ks_claim(ks *k, int db, const void *key, size_t klen, uint64
     if (!e) return ks_insert(k, db, hash, key, klen);
     if (kent_due(e, k->now_ms)) {
         ks_log_key(k, KS_LOG_DEL, e, 0);
-        if (e->db < k->databases) k->expired++;
+        k->expired++;
         ks_schedule(k, e, 0);
-        ks_drop_value(k, e->db, e->type, e->value);
+        ks_drop_value(k, e->type, e->value);
         e->value = NULL;
         e->type = KS_NONE;
     }
@@ -103,7 +103,7 @@ static inline void ks_replace(ks *k, kent *e, void *value, int type) {
     const uint8_t old_type = e->type;
     e->value = value;
     e->type = (uint8_t)type;
-    if (old != value) ks_drop_value(k, e->db, old_type, old);
+    if (old != value) ks_drop_value(k, old_type, old);
 }
 
 static inline int ks_finish_set(ks *k, kent *e, uint64_t expire, int flags) {
@@ -120,10 +120,10 @@ static inline int ks_finish_set(ks *k, kent *e, uint64_t expire, int flags) {
 static inline int ks_set(ks *k, int db, const void *key, size_t klen, kval *v, uint64_t expire, int flags) {
     kent *e = NULL;
     int rc = ks_reserve_due(k, expire);
-    if (!rc && ks_logs(k, db) && !(flags & KS_NOLOG)) rc = ks_blob_save(k, v);
+    if (!rc && ks_logs(k) && !(flags & KS_NOLOG)) rc = ks_blob_save(k, v);
     if (!rc && !(e = ks_claim(k, db, key, klen, ks_hash(k, key, klen)))) rc = -ENOMEM;
     if (rc) {
-        ks_drop_value(k, (uint8_t)db, KS_STRING, v);
+        ks_drop_value(k, KS_STRING, v);
         return rc;
     }
     ks_replace(k, e, v, KS_STRING);
@@ -263,7 +263,7 @@ static inline int ks_write(ks *k, int db, const void *key, size_t klen, uint64_t
             ((kbig *)v)->crc = ((kbig *)old)->crc;
             kval_unref(old);
         } else {
-            ks_drop_value(k, e->db, KS_STRING, old);
+            ks_drop_value(k, KS_STRING, old);
         }
     }
     if (offset > had) memset(v->data + had, 0, offset - had);
@@ -273,7 +273,7 @@ static inline int ks_write(ks *k, int db, const void *key, size_t klen, uint64_t
     e->clock = (uint32_t)(k->now_ms >> 10);
     ks_account(k, e, kent_own_bytes(klen) + kval_bytes(v));
     k->dirty++;
-    if (ks_logs(k, db)) {
+    if (ks_logs(k)) {
         uint8_t *record = (uint8_t *)malloc(n + 8);
         if (record) {
             fr_put64(record, offset);
@@ -314,17 +314,16 @@ static inline void ks_empty(ks *k, int db) {
         k->nheap = kept;
         for (size_t i = kept; i-- > 0;) kheap_down(k, i, k->heap[i]);
     }
-    if (db < k->databases) k->used_bytes -= d->bytes;
-    else k->internal_bytes -= d->bytes;
+    k->used_bytes -= d->bytes;
     ks_bury_table(k, d->now.buckets, d->now.bits);
     ks_bury_table(k, d->next.buckets, d->next.bits);
     memset(d, 0, sizeof *d);
 }
 
-/* Empty one database, or with -1 every user database. The keys are gone at once, their memory goes in slices. */
+/* Empty one database, or with -1 all databases. The keys are gone at once, their memory goes in slices. */
 static inline void ks_flush(ks *k, int db) {
     k->dirty++;
-    if (db < 0 ? k->log.fd >= 0 : ks_logs(k, db))
+    if (ks_logs(k))
         klog_append(&k->log, db < 0 ? KS_LOG_FLUSHALL : KS_LOG_FLUSHDB, (uint8_t)(db < 0 ? 0 : db), "", 0, "", 0, NULL, 0);
     for (int i = db < 0 ? 0 : db; i <= (db < 0 ? k->databases - 1 : db); i++) ks_empty(k, i);
 }
@@ -388,7 +387,7 @@ static inline uint64_t ks_cycle(ks *k, uint64_t budget_us) {
         if ((++n & 15) == 0 && ks_monotonic_us() >= deadline) return n;
     }
     ks_dig(k, deadline);
-    for (int db = 0; db < k->total; db++) {
+    for (int db = 0; db < k->databases; db++) {
         kdb_balance(&k->db[db]);
         while (k->db[db].next.buckets && ks_monotonic_us() < deadline) kdb_step(&k->db[db], 64);
     }
@@ -399,7 +398,7 @@ static inline uint64_t ks_cycle(ks *k, uint64_t budget_us) {
 /* Memory of the tables themselves, beside used_bytes. */
 static inline uint64_t ks_table_bytes(const ks *k) {
     uint64_t bytes = k->cap_heap * sizeof *k->heap;
-    for (int db = 0; db < k->total; db++) bytes += kdb_table_bytes(&k->db[db]);
+    for (int db = 0; db < k->databases; db++) bytes += kdb_table_bytes(&k->db[db]);
     return bytes;
 }
 
@@ -408,16 +407,51 @@ static inline uint64_t ks_table_bytes(const ks *k) {
 static inline size_t ks_log_pending(const ks *k) { return klog_pending(&k->log); }
 static inline int ks_log_flush(ks *k) { return klog_flush(&k->log); }
 
+/* ---- tables ----
+ *
+ * Packed tables that C code looks up by name (block hashes of a prefix). Unlike the keys they may be asked for and
+ * changed by any thread, so they stand apart, behind a lock; they are never logged, and no client can see them.
+ */
+
+/* The table as a reference the caller gives back with kval_unref, or NULL. */
+static inline kval *ks_table_get(ks *k, const void *name, size_t n) {
+    pthread_mutex_lock(&k->tables_lock);
+    const kent *e = ks_find(k->tables, 0, name, n, 0);
+    kval *v = e ? e->v : NULL;
+    if (v) kval_ref(v);
+    pthread_mutex_unlock(&k->tables_lock);
+    return v;
+}
+
+static inline int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len) {
+    pthread_mutex_lock(&k->tables_lock);
+    const int rc = ks_set_bytes(k->tables, 0, name, n, data, len, 0, 0);
+    pthread_mutex_unlock(&k->tables_lock);
+    return rc;
+}
+
+static inline int ks_table_drop(ks *k, const void *name, size_t n) {
+    pthread_mutex_lock(&k->tables_lock);
+    const int there = ks_del(k->tables, 0, name, n);
+    pthread_mutex_unlock(&k->tables_lock);
+    return there;
+}
+
 /* Free everything but the Python objects, which are left in k->dead for the caller, and `k` itself. */
 static inline void ks_clear(ks *k) {
     k->log.fd = -1; /* the end of the process is not the end of the keys */
     k->log.blob_fd = -1;
-    for (int db = 0; db < k->total; db++) ks_empty(k, db);
+    for (int db = 0; db < k->databases; db++) ks_empty(k, db);
     ks_dig(k, 0);
     klog_free(&k->log);
     free(k->heap);
     free(k->graves);
     kpool_unref(k->pool);
+    pthread_mutex_destroy(&k->tables_lock);
+    if (k->tables) {
+        ks_clear(k->tables);
+        free(k->tables);
+    }
 }
 
 #endif

@@ -76,14 +76,12 @@ cdef extern from "keyspace.h" nogil:
     struct ks:
         kdb *db
         int databases
-        int total
         uint64_t now_ms
         uint64_t fixed_now
         uint64_t hits
         uint64_t misses
         uint64_t expired
         uint64_t used_bytes
-        uint64_t internal_bytes
         uint64_t dirty
         size_t nheap
         void **dead
@@ -124,12 +122,12 @@ cdef extern from "keyspace.h" nogil:
     void ks_blob_attach(kval *v, uint64_t blob, uint32_t crc)
     int ks_blob_read(int dirfd, kval *v)
 
-    ks *ks_new(int databases, int internal, uint64_t seed0, uint64_t seed1)
+    ks *ks_new(int databases, uint64_t seed0, uint64_t seed1)
     void ks_clear(ks *k)
     uint64_t ks_tick(ks *k)
     uint64_t ks_hash(const ks *k, const void *key, size_t n)
     bint kent_due(const kent *e, uint64_t now_ms)
-    bint ks_logs(const ks *k, int db)
+    bint ks_logs(const ks *k)
     int ks_refuses(const ks *k)
     kent *ks_entry(const ks *k, int db, uint64_t hash, const void *key, size_t klen)
     kent *ks_find(ks *k, int db, const void *key, size_t klen, uint64_t now_ms)
@@ -161,6 +159,9 @@ cdef extern from "keyspace.h" nogil:
     kent *ks_random(ks *k, int db)
     uint64_t ks_cycle(ks *k, uint64_t budget_us)
     uint64_t ks_table_bytes(const ks *k)
+    kval *ks_table_get(ks *k, const void *name, size_t n)
+    int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len)
+    bint ks_table_drop(ks *k, const void *name, size_t n)
     size_t ks_log_pending(const ks *k)
     int ks_log_flush(ks *k)
 

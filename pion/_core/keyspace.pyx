@@ -78,11 +78,11 @@ cdef int _raise(int rc) except -1:
 cdef class Keyspace:
     """Databases of keys with an optional time to live.
 
-    Besides the user databases there is one internal database, `internal_db`, for tables that C code looks up by name;
-    it is never logged and FLUSHALL leaves it alone.
+    Beside the keys there are tables which C code looks up by name. They alone may be used from any thread; they are
+    never logged, and FLUSHALL leaves them alone.
 
     Args:
-        databases: how many user databases (1..63).
+        databases: how many (1..63).
         seed: fixes the hash, for tests; random otherwise.
 
     Errors: a write raises OSError when a large value cannot be written to its file, and MemoryError; then nothing
@@ -93,7 +93,7 @@ cdef class Keyspace:
         if not 1 <= databases < KS_DATABASES_MAX:
             raise ValueError(f"databases must be 1..{KS_DATABASES_MAX - 1}")
         raw = os.urandom(16) if seed is None else int(seed).to_bytes(16, "little")
-        self.k = ks_new(databases, 1, int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little"))
+        self.k = ks_new(databases, int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little"))
         if self.k == NULL:
             raise MemoryError
 
@@ -113,7 +113,7 @@ cdef class Keyspace:
             Py_DECREF(<object>gone)
 
     cdef int check(self, int db) except -1:
-        if not 0 <= db < self.k.total:
+        if not 0 <= db < self.k.databases:
             raise IndexError(f"no database {db}")
         return 0
 
@@ -297,7 +297,7 @@ cdef class Keyspace:
         expire, nbytes, kind = e.expire, e.bytes - kent_own_bytes(e.klen), e.type
         if ks_reserve_due(self.k, expire):
             raise MemoryError
-        if kind == KS_STRING and ks_logs(self.k, to):
+        if kind == KS_STRING and ks_logs(self.k):
             _raise(ks_blob_save(self.k, e.v))
         klog_group_begin(&self.k.log)
         cdef kent *old = self.find(to, target)
@@ -320,14 +320,14 @@ cdef class Keyspace:
         elif self.codec is not None:
             for effect, items in self.codec.dump(<object>moved.value):
                 self.log(effect, to, target, items)
-            if expire and ks_logs(self.k, to):
+            if expire and ks_logs(self.k):
                 klog_append(&self.k.log, KS_LOG_EXPIRE, to, moved.key, moved.klen, b"", 0, NULL, expire)
         klog_group_end(&self.k.log)
         self.drain()
         return True
 
     def flush(self, db=None) -> None:
-        """Empty one database, or all user databases. The memory is given back by later `expire_cycle` calls."""
+        """Empty one database, or all of them. The memory is given back by later `expire_cycle` calls."""
         if db is not None:
             self.check(db)
         ks_flush(self.k, -1 if db is None else db)
@@ -409,6 +409,30 @@ cdef class Keyspace:
         """Set hits, misses and expired to 0."""
         self.k.hits = self.k.misses = self.k.expired = 0
 
+    # --- tables ---------------------------------------------------------------------------------------------------
+
+    def table_get(self, bytes name) -> bytes | None:
+        """A table, None when there is none of that name. Any thread."""
+        cdef kval *v = ks_table_get(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
+        if v == NULL:
+            return None
+        try:
+            return v.data[:v.len]
+        finally:
+            kval_unref(v)
+
+    def table_put(self, bytes name, data) -> None:
+        """Put a table (any buffer, copied). Any thread."""
+        cdef Py_buffer view
+        PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        cdef int rc = ks_table_put(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name), view.buf, view.len)
+        PyBuffer_Release(&view)
+        _raise(rc)
+
+    def table_drop(self, bytes name) -> bool:
+        """Forget a table; True when it was there. Any thread."""
+        return ks_table_drop(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
+
     # --- log ------------------------------------------------------------------------------------------------------
 
     def log(self, uint8_t kind, int db, bytes key, items) -> None:
@@ -422,7 +446,7 @@ cdef class Keyspace:
         cdef bytes payload
         self.check(db)
         self.k.dirty += 1
-        if not ks_logs(self.k, db):
+        if not ks_logs(self.k):
             return
         payload = items if type(items) is bytes else pack_items(kind, items)
         klog_append(&self.k.log, kind, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key),
@@ -532,16 +556,12 @@ cdef class Keyspace:
         return self.k.databases
 
     @property
-    def internal_db(self) -> int:
-        return self.k.databases
-
-    @property
     def now_ms(self) -> int:
         return ks_tick(self.k)
 
     @property
     def used_bytes(self) -> int:
-        """Memory of keys and values in the user databases."""
+        """Memory of keys and values."""
         return self.k.used_bytes
 
     @property

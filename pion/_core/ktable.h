@@ -57,11 +57,10 @@ typedef struct kgrave {
 
 typedef struct ks {
     kdb db[KS_DATABASES_MAX];
-    int databases; /* user databases; the ones behind them are internal: never logged, never flushed by FLUSHALL */
-    int total;
+    int databases;
     uint64_t seed[2];
     uint64_t now_ms, fixed_now;
-    uint64_t hits, misses, expired, used_bytes, internal_bytes;
+    uint64_t hits, misses, expired, used_bytes;
     uint64_t dirty; /* effects since the start */
     kdue *heap;
     size_t nheap, cap_heap;
@@ -72,6 +71,8 @@ typedef struct ks {
     uint64_t random; /* state of the generator behind ks_random */
     kpool *pool;
     klog log;
+    struct ks *tables; /* see ks_table_get */
+    pthread_mutex_t tables_lock;
 } ks;
 
 /* ---- hash: SipHash-1-3 (Aumasson, Bernstein), as a stranger chooses the keys ---- */
@@ -127,21 +128,31 @@ static inline int kent_due(const kent *e, uint64_t now_ms) { return e->expire &&
 
 /* ---- life ---- */
 
-static inline ks *ks_new(int databases, int internal, uint64_t seed0, uint64_t seed1) {
+static inline ks *ks_new_bare(int databases, uint64_t seed0, uint64_t seed1) {
     ks *k = (ks *)calloc(1, sizeof *k);
     if (!k) return NULL;
     k->databases = databases;
-    k->total = databases + internal;
     k->seed[0] = seed0;
     k->seed[1] = seed1;
     k->random = seed0 ^ KS_ROTL(seed1, 17) ^ 0x9e3779b97f4a7c15ull;
     k->pool = kpool_new();
     klog_init(&k->log);
+    pthread_mutex_init(&k->tables_lock, NULL);
     if (!k->pool) {
         free(k);
         return NULL;
     }
     ks_tick(k);
+    return k;
+}
+
+static inline ks *ks_new(int databases, uint64_t seed0, uint64_t seed1) {
+    ks *k = ks_new_bare(databases, seed0, seed1);
+    if (k && !(k->tables = ks_new_bare(1, seed1, seed0))) {
+        kpool_unref(k->pool);
+        free(k);
+        return NULL;
+    }
     return k;
 }
 
@@ -285,11 +296,10 @@ static inline void ks_account(ks *k, kent *e, uint64_t bytes) {
     const uint64_t change = bytes - e->bytes; /* wraps when it shrinks */
     e->bytes = bytes;
     k->db[e->db].bytes += change;
-    if (e->db < k->databases) k->used_bytes += change;
-    else k->internal_bytes += change;
+    k->used_bytes += change;
 }
 
-static inline int ks_logs(const ks *k, int db) { return k->log.fd >= 0 && db < k->databases; }
+static inline int ks_logs(const ks *k) { return k->log.fd >= 0; }
 
 /* errno of why writers are refused, 0: they are welcome. */
 static inline int ks_refuses(const ks *k) {
@@ -302,19 +312,19 @@ static inline void ks_bury(ks *k, void *object) {
     if (!klog_reserve((void **)&k->dead, &k->cap_dead, k->ndead + 1, sizeof *k->dead)) k->dead[k->ndead++] = object;
 }
 
-static inline void ks_drop_value(ks *k, uint8_t db, uint8_t type, void *value) {
+static inline void ks_drop_value(ks *k, uint8_t type, void *value) {
     if (!value) return;
     if (type != KS_STRING) {
         ks_bury(k, value);
         return;
     }
     const uint64_t blob = kval_blob((kval *)value);
-    if (blob && db < k->databases) klog_drop_blob(&k->log, blob);
+    if (blob) klog_drop_blob(&k->log, blob);
     kval_unref((kval *)value);
 }
 
 static inline void ks_free_entry(ks *k, kent *e) {
-    ks_drop_value(k, e->db, e->type, e->value);
+    ks_drop_value(k, e->type, e->value);
     free(e);
 }
 
@@ -333,15 +343,15 @@ static inline void ks_remove(ks *k, kent *e) {
 
 static inline void ks_log_key(ks *k, uint8_t kind, const kent *e, uint64_t expire) {
     k->dirty++;
-    if (ks_logs(k, e->db)) klog_append(&k->log, kind, e->db, e->key, e->klen, "", 0, NULL, expire);
+    if (ks_logs(k)) klog_append(&k->log, kind, e->db, e->key, e->klen, "", 0, NULL, expire);
 }
 
 /* Delete a due entry. Its end is logged, so that a clock set back does not bring it back after a restart; while the log
  * cannot be written it stays in the table, dead to every reader. 1: deleted. */
 static inline int ks_reap(ks *k, kent *e) {
-    if (ks_logs(k, e->db) && ks_refuses(k)) return 0;
+    if (ks_logs(k) && ks_refuses(k)) return 0;
     ks_log_key(k, KS_LOG_DEL, e, 0);
-    if (e->db < k->databases) k->expired++;
+    k->expired++;
     ks_remove(k, e);
     return 1;
 }
@@ -370,12 +380,11 @@ static inline kent *ks_find(ks *k, int db, const void *key, size_t klen, uint64_
 /* ks_find for commands that read: counts hit or miss and notes the use. */
 static inline kent *ks_read(ks *k, int db, const void *key, size_t klen, uint64_t now_ms) {
     kent *e = ks_find(k, db, key, klen, now_ms);
-    if (e) e->clock = (uint32_t)(now_ms >> 10);
-    if (db < k->databases) { /* what is looked up in the internal database is no client's key */
-        if (e)
-            k->hits++;
-        else
-            k->misses++;
+    if (e) {
+        e->clock = (uint32_t)(now_ms >> 10);
+        k->hits++;
+    } else {
+        k->misses++;
     }
     return e;
 }

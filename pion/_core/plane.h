@@ -104,7 +104,7 @@ static inline void conn_body_done(plane *p, conn *c) {
     ks *k = p->keyspace;
     c->body_ready = 1;
     resp_bulk_done(&c->parser);
-    if (c->fd < 0 || c->body->len < KS_BLOB_MIN || !ks_logs(k, c->db) || k->log.blob_fd < 0) return;
+    if (c->fd < 0 || c->body->len < KS_BLOB_MIN || !ks_logs(k) || k->log.blob_fd < 0) return;
     c->blob = BLOB_WANTED;
     c->blob_dir = k->log.blob_fd;
     c->blob_id = ks_random_u64(k);

@@ -101,7 +101,7 @@ class Engine(SessionMethods, PrefixMethods):
             raise
         self._policy = appendfsync if self.wal else "no"
         self._upkeep = Upkeep(self._store, self._policy, self.keyspace_store)
-        self._tables = Tables(self.keyspace, limits.INTERNAL_DB)
+        self._tables = Tables(self.keyspace)
         self._sessions = Sessions(self._store)
         self._prefixes = Prefixes(self._store, self.ledger, self._tables)
         self._states = States(self._store)

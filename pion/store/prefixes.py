@@ -273,25 +273,13 @@ class Prefixes:
 class Tables:
     """Packed membership tables by namespace.
 
-    The server keeps them in a database of the keyspace that no client can select, where the compiled probe finds them.
+    They stand beside the keyspace, where the compiled probe finds them and no client does.
     """
 
-    def __init__(self, keyspace: Keyspace, database: int) -> None:
-        self._keyspace = keyspace
-        self._database = database
-
-    def get(self, ns: bytes) -> bytes | None:
-        """The table, if it is loaded."""
-        table: bytes | None = self._keyspace.get(self._database, ns)
-        return table
-
-    def put(self, ns: bytes, table: bytes) -> None:
-        """Load a table."""
-        self._keyspace.set(self._database, ns, table)
-
-    def drop(self, ns: bytes) -> None:
-        """Forget a table."""
-        self._keyspace.delete(self._database, ns)
+    def __init__(self, keyspace: Keyspace) -> None:
+        self.get = keyspace.table_get
+        self.put = keyspace.table_put
+        self.drop = keyspace.table_drop
 
 
 def _place(name: bytes) -> int:

@@ -246,7 +246,7 @@ int main(int argc, char **argv) {
     limits.slice = 1 << 20;
     limits.batch_ns = 1000000;
     limits.send_timeout_ns = limits.linger_ns = 1000000000u;
-    ks *keyspace = ks_new(16, 1, 1, 2);
+    ks *keyspace = ks_new(16, 1, 2);
     plane *p = plane_new(keyspace, &limits, 3);
     fast_add(p, FAST_PING, "PING", 4, -1, 0);
     fast_add(p, FAST_GET, "GET", 3, 2, 0);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -327,17 +328,30 @@ def test_accounting_follows_objects() -> None:
     assert ks.used_bytes == 0
 
 
-def test_internal_database_is_apart() -> None:
+def test_tables_are_apart_and_take_several_threads() -> None:
     ks = Keyspace(16)
-    assert ks.internal_db == 16
-    ks.set(16, b"ns", b"table")
+    ks.table_put(b"ns", b"table")
     ks.flush()
-    assert ks.get(16, b"ns") == b"table"
+    assert ks.table_get(b"ns") == b"table"
     assert ks.used_bytes == 0
+    assert ks.get(0, b"ns") is None
+    assert ks.table_drop(b"ns")
+    assert not ks.table_drop(b"ns")
+    assert ks.table_get(b"ns") is None
     with pytest.raises(IndexError):
-        ks.get(17, b"ns")
+        ks.get(16, b"ns")
     with pytest.raises(IndexError):
         ks.set(-1, b"ns", b"")
+
+    def work(number: int) -> None:
+        for i in range(3000):
+            ks.table_put(b"%d" % (i % 7), b"%d" % number * 200)
+            found = ks.table_get(b"%d" % (i % 5))
+            assert found is None or len(set(found)) == 1
+            ks.table_drop(b"%d" % (i % 3))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def test_hits_misses_and_idle_time() -> None:
