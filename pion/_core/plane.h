@@ -40,6 +40,8 @@ static inline void conn_end(plane *p, conn *c) {
     free(c->out.dead.items);
     memset(&c->out.dead, 0, sizeof c->out.dead);
     conn_drop_body(c);
+    sink_unref(c->sink);
+    c->sink = NULL;
     free(c->early);
     c->early = NULL;
     p->net_in += c->net_in;

@@ -524,6 +524,7 @@ cdef class PlaneBase:
                     self.on_close(conn)
             except Exception:
                 log.exception("a callback for a closed connection failed")
+            conn.data.clear()    # what commands kept there refers to the connection
         return 0
 
     cdef size_t _feed_sink(self, Conn conn, bytes data) except? 0:

@@ -6,6 +6,7 @@ is thread-safe by itself; the store calls it with its lock held.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -165,9 +166,11 @@ class DiskFiles:
         """Put a scratch file in the place of `path`; the blocks of the old one are freed in the background.
 
         A second name keeps the old file alive over the rename, which would otherwise free its blocks in this thread.
+        Without it (no hard links here, or no old file) the rename alone does.
         """
         trash = f"{TRASH}/{generation:016x}"
-        os.link(path, trash, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        with contextlib.suppress(OSError):
+            os.link(path, trash, src_dir_fd=self._dir, dst_dir_fd=self._dir)
         os.rename(temporary, path, src_dir_fd=self._dir, dst_dir_fd=self._dir)
         self._stale.add(path.rpartition("/")[0])
         stream.unlink_later(self.root / trash)

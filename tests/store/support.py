@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+from pion._core import stream
 from pion.store.engine import Engine
 
 from .model import BF16, F16, F32, words
@@ -24,3 +28,11 @@ def fetched(engine: Engine, sid: bytes, layer: int, end: int, **how: bool) -> by
     body = engine.v_fetch_range(sid, layer, 0, end, **how)
     assert body is not None
     return body.tobytes()
+
+
+def crash(root: Path | None, to: Path) -> Path:
+    """What a kill would leave: a copy of the directory, taken while an engine has it open."""
+    assert root is not None
+    stream.drain()  # else files of the trash vanish while they are copied
+    shutil.copytree(root, to)
+    return to

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from pion.store import index
 from pion.store.engine import Engine
 
 from .model import F16, words
-from .support import DIM, fetched, fill
+from .support import DIM, crash, fetched, fill
 
 
 @pytest.fixture
@@ -124,12 +123,12 @@ def test_a_tick_flushes_seals_and_remembers_uses(engine: Engine, tmp_path: Path)
     assert engine.info()["wal_bytes"] == 0
     engine.lookup(b"p0")
     engine._upkeep._upkeep()
-    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    crash(engine.root, tmp_path / "killed")
     with Engine(tmp_path / "killed", max_sessions=4, ticker=False) as again:
         assert again.info()["wal_replayed"] == 0  # sealed: nothing had to be read
         assert [again.lookup(b"p%d" % i) for i in range(3)] == [True, False, True]
     engine.v_store(b"p1_pk", 0, 0, 16, words(9, 16, DIM, F16), "F16")
-    shutil.copytree(tmp_path / "data", tmp_path / "killed2")
+    crash(engine.root, tmp_path / "killed2")
     with Engine(tmp_path / "killed2", ticker=False) as again:
         assert again.info()["wal_replayed"] == 1
         assert fetched(again, b"p1_pk", 0, 16, native=True) == words(9, 16, DIM, F16)
@@ -146,8 +145,7 @@ def test_ticks_come_by_themselves(tmp_path: Path) -> None:
 
 def _power_cut(engine: Engine, to: Path, ns: bytes, torn: list[bytes], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the directory in which 512 bytes of each of these payloads never reached the medium."""
-    assert engine.root is not None
-    shutil.copytree(engine.root, to)
+    crash(engine.root, to)
     file = to / engine._store.entries[b"p" + ns].path
     data = bytearray(file.read_bytes())
     for payload in torn:
@@ -234,7 +232,7 @@ def test_the_index_is_rewritten_while_the_store_is_used(engine: Engine, tmp_path
     thread.join()
     assert not errors
     names = set(engine.list(count=10_000)[1])
-    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    crash(engine.root, tmp_path / "killed")
     with Engine(tmp_path / "killed", ticker=False) as again:
         assert set(again.list(count=10_000)[1]) == names
 

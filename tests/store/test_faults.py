@@ -17,7 +17,7 @@ from pion.store import files
 from pion.store.engine import Engine
 
 from .model import F16, words
-from .support import DIM, fetched, fill
+from .support import DIM, crash, fetched, fill
 
 
 def entry_file(engine: Engine, ns: bytes) -> Path:
@@ -43,15 +43,6 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 4]))
-
-
-def crash(engine: Engine, to: Path) -> Path:
-    """What a kill would leave: a copy of the directory, taken while the engine has it open."""
-    import shutil
-
-    assert engine.root is not None
-    shutil.copytree(engine.root, to)
-    return to
 
 
 # --- no room -------------------------------------------------------------------------------------------------------
@@ -158,7 +149,7 @@ def test_b1_bytes_behind_the_last_record(
     engine: Engine, tmp_path: Path, tail: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     blob = fill(engine, b"ns")
-    path = crash(engine, tmp_path / "crashed")
+    path = crash(engine.root, tmp_path / "crashed")
     file = path / entry_file(engine, b"ns").relative_to(tmp_path / "data")
     with file.open("ab") as out:
         out.write(tail)
@@ -175,7 +166,7 @@ def test_b1_bytes_behind_the_last_record(
 
 def test_b1_a_flipped_bit_in_the_last_record(engine: Engine, tmp_path: Path) -> None:
     fill(engine, b"ns")
-    path = crash(engine, tmp_path / "crashed")
+    path = crash(engine.root, tmp_path / "crashed")
     file = path / entry_file(engine, b"ns").relative_to(tmp_path / "data")
     last = records(file)[-1]
     flip(file, last.payload_offset + 10)
@@ -198,7 +189,7 @@ def test_b1_a_flipped_bit_in_the_middle_is_quarantined(
     other = fill(engine, b"other", rows=8)
     if clean:
         engine.close()
-    path = crash(engine, tmp_path / "crashed")
+    path = crash(engine.root, tmp_path / "crashed")
     file = path / entry_file(engine, b"ns").relative_to(tmp_path / "data")
     middle = records(file)[2]
     flip(file, middle.offset + 29 if where == "header" else middle.payload_offset + 10)
@@ -268,7 +259,7 @@ def test_b12_the_index_is_rebuilt_from_the_entries(engine: Engine, tmp_path: Pat
     blobs = {b"p%d" % i: fill(engine, b"p%d" % i, rows=i + 1, digest="ab") for i in range(20)}
     engine.drop(b"p3")
     before = engine.info()
-    path = crash(engine, tmp_path / "crashed")
+    path = crash(engine.root, tmp_path / "crashed")
     index = path / "pion.index"
     data = index.read_bytes()
     if what == "missing":
@@ -297,7 +288,7 @@ def test_b5_a_dropped_entry_stays_dropped_although_its_file_is_still_there(engin
     file = entry_file(engine, b"ns")
     data = file.read_bytes()
     engine.drop(b"ns")
-    path = crash(engine, tmp_path / "crashed")
+    path = crash(engine.root, tmp_path / "crashed")
     (path / file.relative_to(tmp_path / "data")).write_bytes(data)
     with Engine(path, ticker=False) as again:
         assert not again.lookup(b"ns")
@@ -313,7 +304,7 @@ def test_b5_register_in_another_format_has_only_the_new_rows(engine: Engine, tmp
     engine.register(b"ns", DIM, 8, replace=True)
     engine.v_store(b"ns_pk", 0, 0, 2, words(1, 2, DIM, 8))
     engine.save()
-    path = crash(engine, tmp_path / "crashed")
+    path = crash(engine.root, tmp_path / "crashed")
     with Engine(path, ticker=False) as again:
         assert again.v_info(b"ns_pk").rows == [2]
         assert again.v_info(b"ns_pv").rows == []
@@ -334,3 +325,11 @@ def test_unfinished_files_of_a_crash_are_removed(engine: Engine, tmp_path: Path)
         assert again.lookup(b"ns")
     stream.drain()
     assert not any(path.exists() for path in left)
+
+
+def test_replace_of_an_entry_whose_file_was_removed(engine: Engine) -> None:
+    fill(engine, b"ns")
+    entry_file(engine, b"ns").unlink()
+    engine.register(b"ns", 8, F16, replace=True)
+    assert engine.v_info(b"ns_pk").dim == 8
+    assert entry_file(engine, b"ns").exists()

@@ -22,6 +22,7 @@ from pion.store.engine import Engine
 
 from . import model
 from .model import BF16, F16, F32
+from .support import crash
 
 NAMES = [b"a", b"bb", b"with space \xff"]
 RAW_NAMES = [b"raw", b"_pk", b"x_pkx"]
@@ -227,7 +228,7 @@ class Machine(RuleBasedStateMachine):
     def kill(self, tail: bytes, pick: int, index: bool) -> None:
         old = self.path
         self.number += 1
-        shutil.copytree(old, self.path)
+        crash(old, self.path)
         self.engine.close()
         shutil.rmtree(old)
         files = sorted(self.path.glob("kv/_/*/*.pion"))
