@@ -36,12 +36,13 @@ $(STAMPS)/build-tools: pyproject.toml $(STAMPS)/venv
 	@$(PIP) --group build --group run
 	@touch $@
 
+# Only the commands and the path; compiling is the next step's, which does it once and then what changed.
 $(STAMPS)/package: pyproject.toml setup.py $(STAMPS)/build-tools
-	@echo "compiling the core (a minute or two)"
-	@$(PIP) --no-build-isolation --no-deps --editable .
+	@PION_NO_CORE=1 $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(STAMPS)/core: $(CORE) $(STAMPS)/package
+	@echo "compiling the core (what changed; all of it takes a minute or two)"
 	@$(RUN) setup.py --quiet build_ext --inplace
 	@touch $@
 

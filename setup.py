@@ -1,6 +1,7 @@
 """Build of the compiled core. Everything else about the package is in pyproject.toml.
 
 PION_ONLY=quant,resp    build these core modules only
+PION_NO_CORE=1          leave the core out: an editable install whose core `build_ext --inplace` then compiles once
 PION_CHECKS=1           bounds and initialization checks on, whatever the files say; C asserts kept
 PION_SANITIZE=address,undefined   instrument the C code (see CONTRIBUTING.md for how to run it)
 """
@@ -35,7 +36,7 @@ spec.loader.exec_module(_sources)
 
 # No fused multiply-add: every machine must write the same bytes.
 COMPILE = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-COMPILE += ["-Wall", "-Wno-unused-function"]
+COMPILE += ["-Wall", "-Wno-unused-function", "-Wno-sign-compare"]  # Cython compares int with size_t
 LINK: list[str] = []
 MACROS: list[tuple[str, str | None]] = [("_GNU_SOURCE", None)] if sys.platform == "linux" else []
 if CHECKS:
@@ -93,13 +94,14 @@ extensions = [
 ]
 extensions.append(Extension(SHARED, [str(folder / "_cyutility.c")], **options))
 
-setup(
-    ext_modules=cythonize(
+compiled = (
+    []
+    if os.environ.get("PION_NO_CORE") == "1"
+    else cythonize(
         extensions,
         shared_utility_qualified_name=SHARED,
         include_path=["build/checked"] if CHECKS else [],
         compiler_directives={"binding": True, "embedsignature": True},
-        nthreads=0,
-    ),
-    cmdclass={"build_ext": StampedBuild},
+    )
 )
+setup(ext_modules=compiled, cmdclass={"build_ext": StampedBuild})
