@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -58,12 +57,14 @@ class DiskFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.since = time.time()
         self._stale = {"", "kv", f"kv/{layout.TENANT}"}  # directories whose entries changed since the last sync
         self._made: set[str] = set()
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
+            os.utime(self._lock)
+            # the file system's own clock, which runs a few ms behind time.time()
+            self.since = os.fstat(self._lock).st_mtime
             for name in (TRASH, QUARANTINE, f"kv/{layout.TENANT}"):
                 (root / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
