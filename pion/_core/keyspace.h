@@ -193,8 +193,9 @@ static inline int ks_expire(ks *k, kent *e, uint64_t when) {
 
 /* Strict decimal int64, as Redis reads it: no spaces, no plus, no leading zeros. */
 static inline int ks_parse_int(const char *p, size_t n, int64_t *out) {
-    const int negative = n && *p == '-';
     uint64_t value = 0;
+    if (n == 0 || n > 20) return 0; /* also keeps off values that are not loaded */
+    const int negative = *p == '-';
     if (negative) p++, n--;
     if (n == 0 || n > 19 || (*p == '0' && (n > 1 || negative))) return 0;
     for (size_t i = 0; i < n; i++) {
@@ -232,8 +233,8 @@ static inline int ks_incr(ks *k, int db, const void *key, size_t klen, int64_t b
     return ks_set_bytes(k, db, key, klen, text, (size_t)ks_format_int(text, *result), 0, KS_KEEPTTL);
 }
 
-/* Put n bytes at `offset` of a string (created, padded with zeros as needed); SETRANGE, and APPEND at its length.
- * *length gets the new length. 0, -errno or KS_WRONGTYPE. Lengths are the caller's to limit. */
+/* Put n bytes at `offset` of a string (created, padded with zeros as needed; a ghost must be loaded before); SETRANGE,
+ * and APPEND at its length. *length gets the new length. 0, -errno or KS_WRONGTYPE. Lengths are the caller's to limit. */
 static inline int ks_write(ks *k, int db, const void *key, size_t klen, uint64_t offset, const void *data, size_t n,
                            uint64_t *length) {
     kent *e = ks_find(k, db, key, klen, k->now_ms);

@@ -173,6 +173,8 @@ cdef class Value:
 cdef class Keyspace:
     cdef ks *k
     cdef public object codec
+    cdef uint64_t lost
     cdef inline void drain(self)
     cdef int check(self, int db) except -1
     cdef kent *find(self, int db, bytes key) except? NULL
+    cdef kent *loaded(self, kent *e) except? NULL

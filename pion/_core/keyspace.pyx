@@ -6,17 +6,20 @@ One thread owns a Keyspace. Changes are appended to the log, if one is attached,
 nothing is in the file before `flush_log` returned.
 """
 
+import logging
 import os
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
-from libc.errno cimport ENOMEM
+from libc.errno cimport EILSEQ, ENOENT, ENOMEM
 from libc.stdlib cimport free
 
 from pion._core.items cimport pack_items
 
 from pion.errors import INCR_OVERFLOW, NOT_INTEGER, CommandError, WrongTypeError
+
+log = logging.getLogger("pion.keyspace")
 
 __all__ = ["BLOB_MIN", "Keyspace", "Value", "glob_match"]
 
@@ -121,6 +124,24 @@ cdef class Keyspace:
         self.check(db)
         return ks_find(self.k, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key), ks_tick(self.k))
 
+    cdef kent *loaded(self, kent *e) except? NULL:
+        """The entry with its bytes in memory. NULL when its file is lost: then the key is gone, which is logged."""
+        cdef int rc
+        if e == NULL or e.type != KS_STRING or not e.v.flags & KV_GHOST:
+            return e
+        rc = ks_blob_read(self.k.log.blob_fd, e.v)
+        if rc == 0:
+            ks_account(self.k, e, kent_own_bytes(e.klen) + kval_bytes(e.v))
+            return e
+        if rc != -ENOENT and rc != -EILSEQ:
+            _raise(rc)
+        reason = "wrong content" if rc == -EILSEQ else os.strerror(-rc)
+        key = e.key[:e.klen]
+        log.error("database %d, key %r: the file of its value is lost (%s); the key is gone", e.db, key, reason)
+        self.lost += 1
+        ks_delete(self.k, e)
+        return NULL
+
     # --- reading --------------------------------------------------------------------------------------------------
 
     def get(self, int db, bytes key):
@@ -129,6 +150,7 @@ cdef class Keyspace:
         self.check(db)
         cdef kent *e = ks_read(self.k, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key), ks_tick(self.k))
         self.drain()
+        e = self.loaded(e)
         if e == NULL:
             return None
         return e.v.data[:e.v.len] if e.type == KS_STRING else <object>e.value
@@ -138,6 +160,7 @@ cdef class Keyspace:
         self.check(db)
         cdef kent *e = ks_read(self.k, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key), ks_tick(self.k))
         cdef Value out
+        e = self.loaded(e)
         if e == NULL:
             return None
         if e.type != KS_STRING:
@@ -235,9 +258,8 @@ cdef class Keyspace:
         cdef Py_buffer view
         cdef uint64_t length = 0
         cdef int rc
-        self.check(db)
+        self.loaded(self.find(db, key))
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
-        ks_tick(self.k)
         rc = ks_write(self.k, db, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key), offset, view.buf, view.len, &length)
         PyBuffer_Release(&view)
         _raise(rc)
@@ -297,7 +319,7 @@ cdef class Keyspace:
         expire, nbytes, kind = e.expire, e.bytes - kent_own_bytes(e.klen), e.type
         if ks_reserve_due(self.k, expire):
             raise MemoryError
-        if kind == KS_STRING and ks_logs(self.k):
+        if kind == KS_STRING and ks_logs(self.k) and not e.v.flags & KV_GHOST:
             _raise(ks_blob_save(self.k, e.v))
         klog_group_begin(&self.k.log)
         cdef kent *old = self.find(to, target)
@@ -585,6 +607,11 @@ cdef class Keyspace:
     @property
     def expired(self) -> int:
         return self.k.expired
+
+    @property
+    def lost_values(self) -> int:
+        """Keys that went because the file of their value was missing or wrong."""
+        return self.lost
 
     @property
     def dirty(self) -> int:

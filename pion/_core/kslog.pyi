@@ -4,13 +4,10 @@ from pion._core.keyspace import Keyspace, Value
 
 __all__ = [
     "LargeValue",
-    "Loaded",
-    "Loader",
     "Snapshot",
     "blob_files",
     "drops_waiting",
     "end_sync",
-    "resync_log",
     "sync_blobs",
     "sync_file",
     "synced",
@@ -18,21 +15,6 @@ __all__ = [
     "write_blob",
     "written",
 ]
-
-class Loaded:
-    offset: int
-    reason: str
-    records: int
-    durable: int
-    complete: bool
-    def __init__(self, offset: int, reason: str, records: int, durable: int, complete: bool) -> None: ...
-
-class Loader:
-    keyspace: Keyspace
-    damaged: dict[tuple[int, bytes], str]
-    def __init__(self, keyspace: Keyspace, codec: Any, blob_fd: int = -1) -> None: ...
-    def load(self, fd: int, offset: int, end: int, seed: int, *, apply: bool = True) -> Loaded: ...
-    def finish(self) -> None: ...
 
 class LargeValue:
     db: int
@@ -62,4 +44,3 @@ def end_sync(keyspace: Keyspace, position: int, error: int = 0) -> None: ...
 def take_drops(keyspace: Keyspace) -> list[str]: ...
 def drops_waiting(keyspace: Keyspace) -> int: ...
 def blob_files(keyspace: Keyspace) -> set[str]: ...
-def resync_log(fd: int, offset: int, end: int, seed: int) -> int: ...

@@ -362,8 +362,12 @@ static inline int ks_reap(ks *k, kent *e) {
 static inline kent *ks_entry(const ks *k, int db, uint64_t hash, const void *key, size_t klen) {
     const kdb *d = &k->db[db];
     if (!d->now.buckets) return NULL;
-    for (kent *e = *kdb_bucket(d, hash); e; e = e->next)
-        if (e->hash == hash && e->klen == klen && !memcmp(e->key, key, klen)) return e;
+    for (kent *e = *kdb_bucket(d, hash); e; e = e->next) {
+        __builtin_prefetch(e->key + 8); /* the key ends in the next cache line */
+        if (e->hash != hash || e->klen != klen) continue;
+        __builtin_prefetch(e->value);
+        if (!memcmp(e->key, key, klen)) return e;
+    }
     return NULL;
 }
 

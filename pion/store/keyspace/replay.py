@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pion._core.framing import FramingError
 from pion._core.keyspace import Keyspace
-from pion._core.kslog import Loader, resync_log
+from pion._core.ksload import Loader, resync_log
 from pion.errors import StartupError
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG, SNAPSHOT, Head
@@ -69,6 +69,7 @@ class Chain:
         fd: of the last log, open for reading and writing; -1 without one.
         offset: behind its last whole record.
         log_bytes: of all logs that count.
+        cold: (db, key) of large values that are not loaded yet.
         stale: files of older generations, to be removed once the start is complete.
     """
 
@@ -80,6 +81,7 @@ class Chain:
     fd: int = -1
     offset: int = 0
     log_bytes: int = 0
+    cold: list[tuple[int, bytes]] = field(default_factory=list)
     stale: list[Path] = field(default_factory=list)
 
 
@@ -111,6 +113,7 @@ class Replay:
         if chain.base and not following:
             log.error("pion.wal.%d is missing: what was written after its snapshot is lost", chain.base)
         self.loader.finish()
+        chain.cold = list(self.loader.ghosts)
         for (db, key), reason in self.loader.damaged.items():
             self.recovery.lost_values += 1
             log.error("database %d, key %r: the file of its value is lost (%s); the key is gone", db, key, reason)

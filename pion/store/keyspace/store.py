@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
 
-from pion._core.keyspace import Keyspace
+from pion._core.keyspace import Keyspace, Value
+from pion._core.ksload import ghost_of, place, read_ghost
 from pion._core.kslog import blob_files, drops_waiting, end_sync, sync_blobs, sync_file, synced, take_drops, written
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG
@@ -75,6 +76,8 @@ class KeyspaceStore:
         self._worker: ThreadPoolExecutor | None = None
         self._steps: Generator[Job, None, None] | None = None
         self._step: Future[None] | None = None
+        self._cold: list[tuple[int, bytes]] = []
+        self._warming: tuple[int, bytes, Value, Future[bool]] | None = None
         self._wanted = False
         self._not_before = self._idle_sync = 0.0
         self._refusing = False
@@ -122,6 +125,7 @@ class KeyspaceStore:
         sync_file(self.log_fd)
         files.sync_directory(self.root)
         self.number, self.generation = number, generation
+        self._cold = chain.cold
         for path in chain.stale:
             log.info("%s is of an older generation: removed", path.name)
             files.remove(path)
@@ -232,6 +236,23 @@ class KeyspaceStore:
             log.error("the log cannot be written (%s): writers are refused", os.strerror(keyspace.refuses))
             self._refusing = True
         self._advance(budget_us)
+        self._warm()
+
+    def _warm(self) -> None:
+        """Load large values one after the other, so that few of them are read by the command that asks for them."""
+        if self._warming is not None:
+            db, key, value, done = self._warming
+            if not done.done():
+                return
+            if done.result():
+                place(self.keyspace, db, key, value)
+            self._warming = None
+        while self._cold and self._worker is not None:
+            db, key = self._cold.pop()
+            ghost = ghost_of(self.keyspace, db, key)
+            if ghost is not None:
+                self._warming = db, key, ghost, self._worker.submit(read_ghost, self.blob_fd, ghost)
+                return
 
     def _flush(self) -> None:
         try:
@@ -358,6 +379,8 @@ class KeyspaceStore:
             "keyspace_log_error": keyspace.log_error,
             "keyspace_sync_error": keyspace.sync_error,
             "keyspace_snapshot_bytes": self.snapshot_bytes,
+            "keyspace_cold_values": len(self._cold),
+            "keyspace_lost_now": keyspace.lost_values,
             "keyspace_rewrites": self.rewrites,
             "keyspace_failed_rewrites": self.failed_rewrites,
             "keyspace_rewriting": int(self.rewriting),

@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from pion._core.kslog import synced, written
 from pion.store.keyspace import files
 from pion.store.keyspace.rewrite import rewrite
 from tests.store.keyspace.support import NOW, State, contents, hdel, hset, open_store, zadd, zrem
@@ -148,6 +149,8 @@ class Machine(RuleBasedStateMachine):
                 self.synced()
                 return
             job()
+            if synced(self.ks) == written(self.ks):
+                self.synced()
 
     @rule(data=st.data(), garbage=st.sampled_from([b"", bytes(40), b"\x20\x00\x00\x00garbage", os.urandom(595)]))
     def crash(self, data: st.DataObject, garbage: bytes) -> None:

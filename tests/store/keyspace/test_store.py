@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pion._core.kslog import Loader, synced, written
+from pion._core.ksload import Loader
+from pion._core.kslog import synced, written
 from pion.store.keyspace import objects
 from tests.store.keyspace.support import BIG, blobs, contents, hset, log_of, open_store, put, reread
 

@@ -1,0 +1,26 @@
+from typing import Any
+
+from pion._core.keyspace import Keyspace, Value
+
+__all__ = ["Loaded", "Loader", "ghost_of", "place", "read_ghost", "resync_log"]
+
+class Loaded:
+    offset: int
+    reason: str
+    records: int
+    durable: int
+    complete: bool
+    def __init__(self, offset: int, reason: str, records: int, durable: int, complete: bool) -> None: ...
+
+class Loader:
+    keyspace: Keyspace
+    ghosts: set[tuple[int, bytes]]
+    damaged: dict[tuple[int, bytes], str]
+    def __init__(self, keyspace: Keyspace, codec: Any, blob_fd: int = -1) -> None: ...
+    def load(self, fd: int, offset: int, end: int, seed: int, *, apply: bool = True) -> Loaded: ...
+    def finish(self) -> None: ...
+
+def ghost_of(keyspace: Keyspace, db: int, key: bytes) -> Value | None: ...
+def read_ghost(blob_fd: int, value: Value) -> bool: ...
+def place(keyspace: Keyspace, db: int, key: bytes, value: Value) -> bool: ...
+def resync_log(fd: int, offset: int, end: int, seed: int) -> int: ...
