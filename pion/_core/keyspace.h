@@ -393,6 +393,7 @@ static inline uint64_t ks_cycle(ks *k, uint64_t budget_us) {
         while (k->db[db].next.buckets && ks_monotonic_us() < deadline) kdb_step(&k->db[db], 64);
     }
     kpool_age(k->pool);
+    klog_settle(&k->log);
     return n;
 }
 

@@ -353,6 +353,14 @@ static inline void klog_drop_blob(klog *g, uint64_t blob) {
     pthread_mutex_unlock(&g->lock);
 }
 
+/* Between batches: what was dropped without a record of its own (the rest of a flush) goes with the records before it. */
+static inline void klog_settle(klog *g) {
+    if (g->drops_written == g->ndrops || klog_pending(g) || g->error) return;
+    pthread_mutex_lock(&g->lock);
+    for (; g->drops_written < g->ndrops; g->drops_written++) g->drops[g->drops_written].position = klog_position(g);
+    pthread_mutex_unlock(&g->lock);
+}
+
 /* Remember that a mover or this thread wrote the file `blob`. */
 static inline int klog_fresh_blob(klog *g, uint64_t blob) {
     pthread_mutex_lock(&g->lock);

@@ -29,7 +29,7 @@ log = logging.getLogger("pion.keyspace")
 REWRITE_MIN: Final = 64 << 20  # a log below this is replayed in a moment: Redis's auto-aof-rewrite-min-size
 REWRITE_GROWTH: Final = 1.0  # and it has to be as large again as the snapshot: auto-aof-rewrite-percentage 100
 REWRITE_PAUSE: Final = 60.0  # seconds after a rewrite that failed
-IDLE_SYNC: Final = 10.0  # with appendfsync no: seconds until files of dropped values are given back
+IDLE_SYNC: Final = 10.0  # with appendfsync no: seconds between syncs that give back the files of dropped values
 
 
 class KeyspaceStore:
@@ -264,8 +264,8 @@ class KeyspaceStore:
         if self._worker is None or (self._step is not None and not self._step.done()):
             return
         if self._steps is None:
-            if self.keyspace.log_policy == "no" and drops_waiting(self.keyspace) and time.monotonic() > self._idle_sync:
-                self._idle_sync = time.monotonic() + IDLE_SYNC
+            if drops_waiting(self.keyspace) and time.monotonic() > self._idle_sync:
+                self._idle_sync = time.monotonic() + (IDLE_SYNC if self.keyspace.log_policy == "no" else 1.0)
                 self._step = self._worker.submit(self.sync_log)
             if not self._due():
                 return

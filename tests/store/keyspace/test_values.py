@@ -173,3 +173,18 @@ def test_a_value_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> No
     (tmp_path / "kept").rename(path)
     assert store.keyspace.get(0, b"k") == b"x" * BIG
     store.close()
+
+
+@pytest.mark.parametrize("policy", ["no", "everysec", "always"])
+def test_a_flush_gives_back_the_files(policy: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path, policy=policy)
+    for i in range(3):
+        store.keyspace.set(0, b"%d" % i, b"x" * BIG)
+    store.fsync()
+    store.keyspace.flush()
+    deadline = time.monotonic() + 60
+    while blobs(tmp_path):
+        store.keyspace.expire_cycle(1000)
+        store.tick()
+        assert time.monotonic() < deadline
+    store.close()
