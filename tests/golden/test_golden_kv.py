@@ -18,11 +18,12 @@ SHARED = [golden for golden in CASES if not golden.fresh and not golden.flags]
 ALONE = [golden for golden in CASES if golden.fresh or golden.flags]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2,), (3,), (2, "--memory-only")], ids=["resp2", "resp3", "memory"])
 def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Process, int]]:
     """A server of its own for each protocol: the second run must not see what the first left."""
-    with tempfile.TemporaryDirectory() as directory, Process(Path(directory) / "data") as process:
-        yield process, request.param
+    proto, *flags = request.param
+    with tempfile.TemporaryDirectory() as directory, Process(Path(directory) / "data", *flags) as process:
+        yield process, proto
 
 
 def _exchange(sock: socket.socket, request: bytes) -> bytes:
