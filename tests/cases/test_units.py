@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import socket
 import statistics
 import struct
 import sys
@@ -201,13 +202,18 @@ def _drop_of(process: Process, layers: int) -> float:
     return _ping_p99_while(process, drop)
 
 
-def test_b14_drop_of_half_a_gigabyte(process: Process) -> None:
+def _best_drop_of(process: Process, layers: int) -> float:
     """The best of three: whatever else runs on the machine delays a PING too."""
+    best = 1.0
     for _ in range(3):
-        p99 = _drop_of(process, 8)
-        if p99 < 0.02:
+        best = min(best, _drop_of(process, layers))
+        if best < 0.02:
             break
-    assert p99 < 0.02
+    return best
+
+
+def test_b14_drop_of_half_a_gigabyte(process: Process) -> None:
+    assert _best_drop_of(process, 8) < 0.02
     process.restart()
     with Raw(process.port) as conn:
         assert conn.ok("KV.PREFIX.LOOKUP", "huge") == "MISS"
@@ -216,7 +222,7 @@ def test_b14_drop_of_half_a_gigabyte(process: Process) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_b14_drop_of_four_gigabytes(process: Process) -> None:
-    assert _drop_of(process, 64) < 0.02
+    assert _best_drop_of(process, 64) < 0.02
 
 
 # --- C9: right or refused ------------------------------------------------------------------------------------------
@@ -263,54 +269,95 @@ def test_c9_bf16_is_kept_and_given_back_as_bf16(process: Process) -> None:
 # --- H1: few round trips, full speed -------------------------------------------------------------------------------
 
 
-def _h1(process: Process, tokens: int) -> tuple[int, float, float]:
-    """(commands of a warm fetch, its seconds, median seconds of a PING while storing) for 32 layers of 1,024."""
-    layers, dim = 32, 1024
-    rows = RNG.randbytes(2 * dim) * tokens
+LAYERS, WIDTH = 32, 1024  # an 8B model's shape
+
+
+def _store_h1(process: Process, tokens: int) -> tuple[bytes, float]:
+    """Stores all layers of both sides in one pipeline; (the rows of a layer, median seconds of a PING beside it)."""
+    rows = RNG.randbytes(2 * WIDTH) * tokens
+    pings: list[float] = []
+    stop = threading.Event()
+
+    def ping() -> None:
+        with Raw(process.port) as other:
+            while not stop.is_set():
+                started = time.perf_counter()
+                assert other.call("PING") == "PONG"
+                pings.append(time.perf_counter() - started)
+
+    watcher = threading.Thread(target=ping)
     with Raw(process.port, timeout=120) as conn:
-        conn.ok("KV.PREFIX.REGISTER", "h1", dim, "fp16", "ROWS", tokens, "LAYERS", layers)
-        pings: list[float] = []
-        stop = threading.Event()
-
-        def ping() -> None:
-            with Raw(process.port) as other:
-                while not stop.is_set():
-                    started = time.perf_counter()
-                    assert other.call("PING") == "PONG"
-                    pings.append(time.perf_counter() - started)
-
-        watcher = threading.Thread(target=ping)
+        conn.ok("KV.PREFIX.REGISTER", "h1", WIDTH, "fp16", "ROWS", tokens, "LAYERS", LAYERS)
         watcher.start()
-        for side in ("_pk", "_pv"):
-            for layer in range(layers):
-                conn.send(frame("V.STOREBATCH", f"h1{side}", layer, 0, tokens, rows, "FMT", "F16"))
-        assert [conn.read() for _ in range(2 * layers)] == ["OK"] * (2 * layers)
-        stop.set()
-        watcher.join()
-        before = int(conn.fields("INFO", "stats")["total_commands_processed"])
-        started = time.perf_counter()
-        assert conn.ok("KV.PREFIX.LOOKUP", "h1") == "HIT"
-        for side in ("_pk", "_pv"):
-            conn.send(frame("V.FETCH", f"h1{side}", "BATCH", 0, tokens, layers, "FMT", "NATIVE"))
-        for _ in range(2):
-            bodies = conn.read()
-            assert [len(body) for body in bodies] == [len(rows)] * layers
-        took = time.perf_counter() - started
-        assert bodies[-1] == rows
-        after = int(conn.fields("INFO", "stats")["total_commands_processed"])
-    return after - before - 1, took, statistics.median(pings)
+        try:
+            for side in ("_pk", "_pv"):
+                for layer in range(LAYERS):
+                    conn.send(frame("V.STOREBATCH", f"h1{side}", layer, 0, tokens, rows, "FMT", "F16"))
+            assert [conn.read() for _ in range(2 * LAYERS)] == ["OK"] * (2 * LAYERS)
+        finally:
+            stop.set()
+            watcher.join()
+    return rows, statistics.median(pings)
+
+
+def _fetch_h1(conn: Raw, tokens: int, body: bytearray) -> float:
+    """Seconds of a warm fetch: one LOOKUP and a BATCH for each side, received into one buffer."""
+    started = time.perf_counter()
+    assert conn.ok("KV.PREFIX.LOOKUP", "h1") == "HIT"
+    for side in ("_pk", "_pv"):
+        conn.send(frame("V.FETCH", f"h1{side}", "BATCH", 0, tokens, LAYERS, "FMT", "NATIVE"))
+    for _ in range(2):
+        assert conn.line() == b"*%d" % LAYERS
+        for _ in range(LAYERS):
+            assert conn.line() == b"$%d" % (len(body) - 2)
+            conn.read_into(body)
+    return time.perf_counter() - started
+
+
+def _bare_socket(body: bytearray) -> float:
+    """Seconds for the same bytes from a thread that does nothing but send them, over a socket of the same kind."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        data = bytes(body)
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                for _ in range(2 * LAYERS):
+                    peer.sendall(data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with Raw(listener.getsockname()[1], timeout=120) as conn:
+            started = time.perf_counter()
+            for _ in range(2 * LAYERS):
+                conn.read_into(body)
+            took = time.perf_counter() - started
+        thread.join()
+    return took
 
 
 def test_h1_a_prefix_comes_back_in_three_commands(process: Process) -> None:
-    commands, _, ping = _h1(process, 500)
-    assert commands == 3
+    rows, ping = _store_h1(process, 500)
     assert ping < 0.05, "a store does not delay another client's answer"
+    body = bytearray(len(rows) + 2)
+    with Raw(process.port) as conn:
+        before = int(conn.fields("INFO", "stats")["total_commands_processed"])
+        _fetch_h1(conn, 500, body)
+        after = int(conn.fields("INFO", "stats")["total_commands_processed"])
+    assert after - before - 1 == 3
+    assert body == rows + b"\r\n"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_h1_twenty_thousand_tokens(process: Process) -> None:
-    commands, took, ping = _h1(process, 20_000)
-    assert commands == 3
-    assert 2 * 32 * 20_000 * 2048 / took > 400 * MIB
+def test_h1_twenty_thousand_tokens_at_the_speed_of_a_socket(process: Process) -> None:
+    rows, ping = _store_h1(process, 20_000)
     assert ping < 0.05
+    body = bytearray(len(rows) + 2)
+    ratios = []
+    with Raw(process.port, timeout=120) as conn:
+        for _ in range(5):  # interleaved, so that both meet the same machine
+            took = _fetch_h1(conn, 20_000, body)
+            assert body == rows + b"\r\n"
+            ratios.append(_bare_socket(body) / took)
+    assert statistics.median(ratios) >= 0.6, ratios

@@ -84,6 +84,19 @@ class Raw:
             return {self.read(): self.read() for _ in range(int(rest))}
         raise AssertionError(f"not a RESP reply: {line!r}")
 
+    def line(self) -> bytes:
+        """The next line, without its end."""
+        return self._file.readline()[:-2]
+
+    def read_into(self, buffer: bytearray) -> None:
+        """Exactly as many bytes as the buffer has."""
+        view = memoryview(buffer)
+        while len(view):
+            got = self._file.readinto(view)
+            if not got:
+                raise Closed(b"%d bytes were missing" % len(view))
+            view = view[got:]
+
     def call(self, *parts: bytes | str | int) -> Any:
         """One command and its reply; an error reply is returned as a ReplyError object."""
         self.send(frame(*parts))
