@@ -89,6 +89,7 @@ def test_the_digest_covers_the_tokens() -> None:
     assert prefix_digest(b"n" * 32, [1, 2, 3]) != one
 
 
+@pytest.mark.timeout(400)
 def test_d14_equal_in_another_process() -> None:
     program = (
         "from tests.support import models; from pion.client.identity import model_identity;"
