@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pion.commands import table
 from pion.commands.dispatch import Dispatcher
 from pion.store.engine import Engine
 from pion.wire.resp import Err
+from tests.support.door import finished
 from tests.support.memory import MemoryConn
 
 NUMBERS = "0 1 2 4 64 79 80 -1 8192 8193 199999 200000 9223372036854775807 9223372036854775808 -9223372036854775808 007"
@@ -60,11 +60,7 @@ def test_no_arguments_make_an_internal_error(tmp_path: Path, seed: int) -> None:
         dispatcher.connected(conn)
         for _ in range(1500):
             argv = _argv(rng)
-            value = dispatcher(conn, argv)
-            if inspect.iscoroutine(value):
-                with pytest.raises(StopIteration) as stop:
-                    value.send(None)
-                value = stop.value.value
+            value = finished(dispatcher(conn, argv))
             if isinstance(value, Err):
                 assert value.value != errors.INTERNAL.encode(), argv
                 assert value.value.split(b" ")[0] in (b"ERR", b"MISMATCH"), (argv, value.value)

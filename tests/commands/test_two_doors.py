@@ -7,7 +7,6 @@ so must the counters afterwards.
 
 from __future__ import annotations
 
-import inspect
 import random
 import struct
 from collections.abc import Iterator
@@ -15,11 +14,8 @@ from typing import Any
 
 import pytest
 
-from pion._core.plane import Plane
 from pion.commands import table
-from pion.commands.dispatch import Dispatcher
-from pion.net.server import plane_limits, stream_table
-from pion.store.engine import Engine
+from tests.support.door import Door
 from tests.support.raw import frame
 
 KEYS = [b"k%d" % i for i in range(6)] + [b"", b"missing", b"\xff\x00\r\n", b"ns", b"prefix"]
@@ -36,54 +32,15 @@ EXAMPLES: dict[str, list[tuple[bytes, ...]]] = {
 }
 
 
-class Door:
-    """A server in memory whose fast path is on or off."""
-
-    def __init__(self, proto: int, *, fast: bool) -> None:
-        self.engine = Engine(None, memory_only=True, ticker=False)
-        self.dispatcher = Dispatcher(self.engine)
-        self.slow_frames = 0
-        self.plane = Plane(
-            self.engine.keyspace,
-            self._handle,
-            self.dispatcher.stream_open,
-            fast_table=self.dispatcher.fast_table(),
-            streams=stream_table(),
-            movers=1,
-            limits=plane_limits(),
-        )
-        self.dispatcher.plane = self.plane
-        self.plane.fast_enabled = fast
-        self.conn = self.plane.open_memory()
-        self.dispatcher.connected(self.conn)
-        self.conn.proto = proto
-
-    def _handle(self, conn: Any, argv: list[Any]) -> Any:
-        self.slow_frames += 1
-        value = self.dispatcher(conn, argv)
-        if inspect.iscoroutine(value):
-            with pytest.raises(StopIteration) as stop:
-                value.send(None)
-            value = stop.value.value
-        return value
-
-    def __call__(self, request: bytes) -> bytes:
-        self.plane.feed(self.conn, request)
-        return bytes(self.plane.take_output(self.conn))
-
-    def counters(self) -> dict[str, Any]:
-        ks = self.engine.keyspace
-        return {
-            "keyspace": (ks.hits, ks.misses, ks.dirty),
-            "sizes": [ks.size(db) for db in range(16)],
-            "used": ks.used_bytes,
-            "commands": self.plane.stats["commands_processed"],
-            "values": sorted((key, ks.type(0, key)) for key in ks.keys(0)),
-        }
-
-    def close(self) -> None:
-        self.plane.close()
-        self.engine.close()
+def _counters(door: Door) -> dict[str, Any]:
+    ks = door.engine.keyspace
+    return {
+        "keyspace": (ks.hits, ks.misses, ks.dirty),
+        "sizes": [ks.size(db) for db in range(16)],
+        "used": ks.used_bytes,
+        "commands": door.plane.stats["commands_processed"],
+        "values": sorted((key, ks.type(0, key)) for key in ks.keys(0)),
+    }
 
 
 def _setup(rng: random.Random) -> bytes:
@@ -118,10 +75,8 @@ def _generated(rng: random.Random, record: table.Command) -> bytes:
 
 @pytest.fixture(params=[2, 3])
 def doors(request: pytest.FixtureRequest) -> Iterator[tuple[Door, Door]]:
-    fast, slow = Door(request.param, fast=True), Door(request.param, fast=False)
-    yield fast, slow
-    fast.close()
-    slow.close()
+    with Door(request.param, fast=True) as fast, Door(request.param, fast=False) as slow:
+        yield fast, slow
 
 
 @pytest.mark.parametrize("record", table.fast_commands(), ids=lambda record: record.name)
@@ -132,7 +87,7 @@ def test_both_doors_answer_the_same(doors: tuple[Door, Door], record: table.Comm
         request = _setup(rng) if rng.random() < 0.4 else _generated(rng, record)
         left, right = fast(request), slow(request)
         assert left == right, request[:300]
-    assert fast.counters() == slow.counters()
+    assert _counters(fast) == _counters(slow)
     assert fast.slow_frames < slow.slow_frames, "the fast path was taken"
 
 
@@ -147,7 +102,7 @@ def test_all_commands_mixed_and_pipelined(doors: tuple[Door, Door]) -> None:
         )
         left, right = fast(batch), slow(batch)
         assert left == right
-    assert fast.counters() == slow.counters()
+    assert _counters(fast) == _counters(slow)
 
 
 def test_membership_of_every_shape(doors: tuple[Door, Door]) -> None:

@@ -308,7 +308,7 @@ CASES = [
             re.compile(
                 rb"\$\d+\r\nregistered_prefixes:1\r\ntotal_prefix_tokens:3\r\nvstore_sessions:2\r\n"
                 rb"vstore_total_fetches:2\r\nvstore_evictions:0\r\nvstore_max_sessions:65536\r\nvstore_bytes:20\r\n"
-                rb"wal_enabled:1\r\nwal_bytes:[1-9]\d*\r\nwal_appended:\d+\r\nwal_replayed:0\r\n"
+                rb"wal_enabled:1\r\nwal_bytes:\d+\r\nwal_appended:\d+\r\nwal_replayed:0\r\n"
                 rb"directory_enabled:[01]\r\nmy_worker_id:0\r\ndirectory_entries:\d+\r\n"
                 rb"sdpa_warm:0\r\nsdpa_cold:0\r\nsdpa_demotions:0\r\nsdpa_rehydrates:0\r\n[^$]*\r\n"
             ),

@@ -33,7 +33,8 @@ class Process:
 
     def start(self) -> None:
         """Starts it and waits until it is ready; RuntimeError, with what it said, when it ends before."""
-        self._server = testing.Server(["--port", "0", "--dir", os.fspath(self.directory), *self.flags])
+        where = [] if "--memory-only" in self.flags else ["--dir", os.fspath(self.directory)]
+        self._server = testing.Server(["--port", "0", *where, *self.flags])
 
     @property
     def _running(self) -> testing.Server:
