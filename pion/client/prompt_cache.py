@@ -5,13 +5,13 @@
     text = generate(model, tok, prompt=suffix_ids, prompt_cache=cache)
 
 The first process that asks for a prefix computes and stores it; every later one, on any machine, after any restart,
-fetches it. What is fetched is checked against a digest of the tokens and the model. A server that is down costs
-nothing but the
-saving: the prefix is computed locally, which is said once.
+fetches it. What is fetched is checked against a digest of the tokens and the model. A server that is down costs only
+the saving: the prefix is computed locally, which is said once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl as tls
@@ -32,7 +32,7 @@ from pion.client.pool import Pool
 from pion.client.raw import RawCommands
 from pion.client.seam import split_at_seam
 from pion.errors import AuthenticationError, CommandError, MismatchError
-from pion.limits import BUILT_FORMATS, DEFAULT_PORT, FORMATS, MAX_PREFILL_MS
+from pion.limits import BUILT_FORMATS, DEFAULT_PORT, FORMATS, MAX_NAMESPACE, MAX_PREFILL_MS
 
 __all__ = ["PionPromptCache"]
 
@@ -41,9 +41,7 @@ log = logging.getLogger("pion.client")
 _LATER: Final = "is not in this version of Pion"
 _NEEDS_MODEL: Final = "this method requires a model — construct PionPromptCache(model) to use it"
 _OBSERVED_MAX: Final = 65_536  # namespaces whose misses are counted for admission_threshold
-
-_CONNECT_TIMEOUT: Final = 5.0
-_LONGEST_PAUSE: Final = 30.0
+_LONGEST_PAUSE: Final = 30.0  # seconds in which a server that did not answer is not asked again
 
 Outcome = Literal["hit", "miss", "mismatch", "down"]
 T = TypeVar("T")
@@ -54,8 +52,7 @@ class PionPromptCache:
 
     Args:
         model: an mlx-lm model whose layers all have a plain ``KVCache``. None gives a client for `lookup`, `drop`,
-        `save`,
-            `commit` and raw commands that needs no mlx.
+            `save`, `commit` and raw commands that needs no mlx.
         vquant: the stored format. ``"fp16"`` keeps fp16 and bf16 models word for word and rounds fp32 models to fp16;
             ``"native"`` is lossless for all; also ``"bf16"``, ``"fp32"``, ``"int8"``.
         host, port: the server; a host that starts with ``/`` is a Unix socket.
@@ -70,7 +67,7 @@ class PionPromptCache:
         background_store: return from a cold `get_or_prefill` while the rows are still being sent. Every later call of
         this
             object waits for them; other processes may miss until then.
-        timeout: seconds without progress after which the server counts as down.
+        timeout: seconds without progress after which the server counts as down; None: the URL's, else 60.
 
     Raises:
         ImportError: a model was given but mlx or mlx-lm is missing.
@@ -101,7 +98,7 @@ class PionPromptCache:
         ssl: bool | tls.SSLContext | None = None,
         on_mismatch: Literal["recompute", "replace", "raise"] = "raise",
         background_store: bool = False,
-        timeout: float = 60.0,
+        timeout: float | None = None,
     ) -> None:
         for name, asked in (
             ("stage2=True", stage2),
@@ -118,20 +115,16 @@ class PionPromptCache:
         if prefill_chunk_size is not None and prefill_chunk_size < 0:
             raise ValueError("prefill_chunk_size must be a positive number of tokens, or None for one pass")
         where: dict[str, Any] = {} if url else {"path": host} if host.startswith("/") else {"host": host, "port": port}
-        address = Address.of(
-            url,
-            **where,
-            ssl=ssl,
-            username=username,
-            password=password,
-            timeout=timeout,
-            connect_timeout=min(timeout, _CONNECT_TIMEOUT),
-            protocol=2,
-        )
-        if address.password is None and os.environ.get("PION_PASSWORD"):
-            address = replace(
-                address, username=os.environ.get("PION_USERNAME") or None, password=os.environ["PION_PASSWORD"]
-            )
+        if timeout is not None:
+            where["timeout"] = timeout
+        known = os.environ.get("PION_PASSWORD")
+        if username is not None and password is None:
+            password = known
+        address = Address.of(url, **where, ssl=ssl, username=username, password=password, protocol=2)
+        if address.password is None and known:
+            address = replace(address, username=os.environ.get("PION_USERNAME") or None, password=known)
+        if address.timeout is not None and address.timeout < address.connect_timeout:
+            address = replace(address, connect_timeout=address.timeout)
 
         self.model = model
         self.vquant = vquant
@@ -150,7 +143,7 @@ class PionPromptCache:
         self._observed: OrderedDict[str, int] = OrderedDict()
         self._down = False
         self._pause_until = 0.0
-        self._storing: threading.Thread | None = None
+        self._storing: list[threading.Thread] = []
 
     # --- the prefix -----------------------------------------------------------------------------------------------
 
@@ -167,7 +160,7 @@ class PionPromptCache:
 
         Raises:
             RuntimeError: this object has no model.
-            MismatchError: the namespace holds something else and ``on_mismatch="raise"``.
+            MismatchError: the namespace holds something else and ``on_mismatch="raise"``; nothing was computed.
             AuthenticationError: credentials are missing, wrong, or not enough.
             ssl.SSLError: TLS failed.
             CommandError: the server refused the lookup for another reason.
@@ -176,6 +169,8 @@ class PionPromptCache:
         ids = token_array(prefix_token_ids)
         if not ids.size:
             raise ValueError("the prefix has no tokens")
+        if not 1 <= len(namespace.encode()) <= MAX_NAMESPACE:
+            raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
         digest = prefix_digest(model_identity(self.model), ids)
 
         started = time.perf_counter()
@@ -277,9 +272,11 @@ class PionPromptCache:
     # --- talking to the server ------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        storing = self._storing
-        if storing is not None and storing is not threading.current_thread():
-            storing.join()
+        for thread in self._storing[:]:
+            if thread is not threading.current_thread():
+                thread.join()
+                with contextlib.suppress(ValueError):  # another caller waited for it as well
+                    self._storing.remove(thread)
 
     def _run(self, steps: Steps[T]) -> T:
         self._wait()
@@ -318,13 +315,14 @@ class PionPromptCache:
         self._came_back()
         return ("hit" if hit else "miss"), "", infos
 
-    def _mismatch(self, namespace: str, reason: str) -> None:
+    def _mismatch(self, namespace: str, reason: str, *, computed: bool = False) -> None:
         self.mismatches += 1
-        if self.on_mismatch == "raise":
+        if self.on_mismatch == "raise" and not computed:
             raise MismatchError(
                 f"{reason} (namespace {namespace!r}; on_mismatch='recompute' leaves it alone, 'replace' overwrites it)"
             )
-        log.warning("prefix %s: %s; %s", namespace, reason, f"on_mismatch={self.on_mismatch!r}")
+        what = "it is computed and replaces that" if self.on_mismatch == "replace" else "it is computed, not stored"
+        log.warning("prefix %s: %s; %s", namespace, reason, what)
 
     def _admitted(self, namespace: str) -> bool:
         seen = self._observed[namespace] = self._observed.pop(namespace, 0) + 1
@@ -372,8 +370,8 @@ class PionPromptCache:
         replace = self.on_mismatch == "replace"
         try:
             self._run(transfer.register(namespace, layout, fmt, rows, digest, prefill_ms, replace=replace))
-        except MismatchError as error:  # somebody else was quicker, with something else
-            self._mismatch(namespace, str(error))
+        except MismatchError as error:  # meanwhile, or incompletely, something else is stored: the K/V here is right
+            self._mismatch(namespace, str(error), computed=True)
             return
         except (AuthenticationError, tls.SSLError):
             raise
@@ -382,18 +380,21 @@ class PionPromptCache:
             return
         sides = transfer.packed(cache, rows)
         if not self.background_store:
-            self._send(namespace, layout, rows, sides, started)
+            self._send(namespace, digest, layout, rows, sides, started)
             return
         # Packed now: the caller is about to append to these arrays, and a reference to them would cost it a copy.
-        self._storing = threading.Thread(
-            target=self._send, args=(namespace, layout, rows, list(sides), started), name="pion store", daemon=False
+        thread = threading.Thread(
+            target=self._send, args=(namespace, digest, layout, rows, list(sides), started), name="pion store"
         )
-        self._storing.start()
+        self._storing.append(thread)
+        thread.start()
 
-    def _send(self, namespace: str, layout: Layout, rows: int, sides: transfer.Rows, started: float) -> None:
+    def _send(
+        self, namespace: str, digest: str, layout: Layout, rows: int, sides: transfer.Rows, started: float
+    ) -> None:
         try:
-            self._pool.run(transfer.send(namespace, layout.dtype, rows, sides), self.address.timeout)
-        except (CommandError, OSError) as error:
+            self._pool.run(transfer.send(namespace, digest, layout.dtype, rows, sides), self.address.timeout)
+        except (CommandError, IncompleteError, OSError) as error:
             self._not_stored(namespace, error)
         self.store_ms_total += (time.perf_counter() - started) * 1e3
 

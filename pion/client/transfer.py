@@ -70,24 +70,32 @@ def packed(cache: list[Any], rows: int) -> Iterator[tuple[int, int, np.ndarray[A
         yield layer, 1, caches.pack_rows(state.values, rows)
 
 
-def send(namespace: str, dtype: str, count: int, rows: Rows) -> Steps[None]:
+def send(namespace: str, digest: str, dtype: str, count: int, rows: Rows) -> Steps[None]:
     """Store rows in the words the model has; the server turns them into the format of the entry.
 
     Raises:
         CommandError: the first refusal. The prefix stays incomplete, which is a MISS for everybody.
+        IncompleteError: the entry was replaced meanwhile and may now hold rows of two prefixes. It was dropped.
     """
 
     def commands() -> Iterator[Command]:
         for layer, side, data in rows:
             yield "V.STOREBATCH", _sids(namespace)[side], layer, 0, count, data.data, "FMT", _WIRE[dtype]
 
-    for reply in (yield Flight(commands())):
+        yield from _infos(namespace)
+
+    *stored, keys, values = yield Flight(commands())
+    if not all(isinstance(info, bytes) and _lines(info).get("digest") == digest for info in (keys, values)):
+        raise_first([*stored, keys, values])
+        yield Flight([["KV.PREFIX.DROP", namespace]])
+        raise IncompleteError("the namespace was given to something else meanwhile; it was dropped")
+    for reply in stored:
         expect_ok(reply, "V.STOREBATCH")
 
 
 def _described(info: Any, digest: str, layout: Layout, count: int, allowed: set[str]) -> int:
     """The format code in a V.INFO reply, if the session is what this model can use."""
-    lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
+    lines = _lines(info)
     dim, layers, fmt = lines["value_dim"], lines["num_layers"], lines["v_format"]
     if (dim, layers) != (str(layout.kv_dim), str(layout.cache_len)):
         here = f"{layout.cache_len} layers of {layout.kv_dim}"
@@ -164,6 +172,10 @@ def fetch(
         return restorer.finish()
     except ValueError as error:
         raise IncompleteError(str(error)) from error
+
+
+def _lines(info: bytes) -> dict[str, str]:
+    return dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
 
 
 def _infos(namespace: str) -> list[Command]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import models
 
-from pion.client.identity import _fields, model_identity, prefix_digest  # isort: skip
+from pion.client.identity import _fields, _parameters, model_identity, prefix_digest  # isort: skip
 
 models.need_mlx()
 mx = models.mx
@@ -55,6 +55,16 @@ def test_g4_adapters_versions_and_scales_are_told_apart() -> None:
     assert model_identity(adapted(0.1, 0.5)) == found[3]
 
 
+def test_the_names_are_those_of_the_model_s_parameters() -> None:
+    model = models.tiny_llama(rope_scaling={"type": "linear", "factor": 2.0})
+    model.heads = [model.layers[0].mlp, {"extra": mx.zeros(3)}]
+    model._hidden = mx.zeros(2)
+    expected = {name: array.shape for name, array in models.tree_flatten(model.parameters())}
+    assert {name: array.shape for name, array in _parameters(model)} == expected
+    assert "heads.1.extra" in expected
+    assert "_hidden" not in expected
+
+
 def test_weights_swapped_inside_a_living_model_are_noticed() -> None:
     model = models.tiny_llama()
     before = model_identity(model)
@@ -89,6 +99,7 @@ def test_the_digest_covers_the_tokens() -> None:
     assert prefix_digest(b"n" * 32, [1, 2, 3]) != one
 
 
+@pytest.mark.timeout(400)
 def test_d14_equal_in_another_process() -> None:
     program = (
         "from tests.support import models; from pion.client.identity import model_identity;"

@@ -170,6 +170,7 @@ def test_or_is_computed_and_left_alone(
     assert cache[0].offset == len(ids)
     assert (other.hits, other.misses, other.mismatches) == (0, 1, 1)
     assert "another digest" in caplog.text
+    assert "it is computed, not stored" in caplog.text
     assert words(owner.get_or_prefill(IDS, ns), len(IDS)) == kept
     assert owner.hits == 1
 
@@ -261,6 +262,7 @@ def test_threads_share_one_object(cache_of: Callable[..., PionPromptCache], ns: 
     assert found == [kept] * 6
 
 
+@pytest.mark.timeout(400)  # three processes that each import mlx-lm
 def test_d14_processes_with_other_hash_seeds_hit(server: Any, ns: str) -> None:
     program = (
         "import sys; from tests.support import models; from pion import PionPromptCache\n"
@@ -384,8 +386,12 @@ def test_without_a_model_there_is_no_prefix(cache_of: Callable[..., PionPromptCa
         pc.get_or_prefill(IDS, ns)
     with pytest.raises(RuntimeError, match="this method requires a model — "):
         pc.lookup(ns, IDS)
+    pc = cache_of(models.tiny_llama())
     with pytest.raises(ValueError, match="no tokens"):
-        cache_of(models.tiny_llama()).get_or_prefill([], ns)
+        pc.get_or_prefill([], ns)
+    for wrong in ("", "x" * 201, "é" * 101):
+        with pytest.raises(ValueError, match="1 to 200 bytes"):
+            pc.get_or_prefill(IDS, wrong)
 
 
 def test_without_mlx_the_wire_works_and_a_model_names_the_command(server: Any) -> None:

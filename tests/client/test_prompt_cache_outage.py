@@ -151,6 +151,44 @@ def test_an_entry_replaced_between_lookup_and_fetch_is_not_used(
         assert any("replaced while it was fetched" in text for text in warnings_of(caplog))
 
 
+@pytest.mark.parametrize("moment", [1, 3])
+def test_rows_never_stay_in_an_entry_that_was_replaced_while_they_were_sent(
+    server: Any, between: Proxy, ns: str, truth: list[bytes], moment: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two writers of different tokens under one name: neither may leave its rows in the other's entry."""
+    seen = [0]
+    other = [7, *IDS[1:]]
+    with PionPromptCache(models.tiny_llama(), vquant="native", port=server.port, on_mismatch="replace") as rival:
+
+        def replace(request: bytes) -> None:
+            seen[0] += b"V.STOREBATCH" in request
+            if seen[0] == moment and between.before is not None:
+                between.before = None
+                rival.get_or_prefill(other, ns)
+
+        between.before, between.piece = replace, 2000
+        with PionPromptCache(models.tiny_llama(), vquant="native", port=between.port) as pc:
+            assert words(pc.get_or_prefill(IDS, ns)) == truth
+            assert between.before is None
+            assert pc.store_errors == 1
+            assert any("given to something else" in text for text in warnings_of(caplog))
+        assert rival.lookup(ns) is False
+        kept = words(rival.get_or_prefill(other, ns))
+        assert words(rival.get_or_prefill(other, ns)) == kept
+        assert rival.hits == 1
+
+
+def test_what_is_computed_is_never_lost_to_an_unfinished_entry_of_something_else(
+    server: Any, ns: str, truth: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with PionPromptCache(models.tiny_llama(), vquant="native", port=server.port) as pc:
+        begun = ["KV.PREFIX.REGISTER", ns, 16, "fp32", "ROWS", 5, "LAYERS", 2, "DIGEST", "ab" * 32]
+        assert pc.resp.call(*begun) == b"+OK\r\n"
+        assert words(pc.get_or_prefill(IDS, ns)) == truth
+        assert (pc.mismatches, pc.store_errors, pc.lookup(ns)) == (1, 0, False)
+        assert any("it is computed, not stored" in text for text in warnings_of(caplog))
+
+
 def test_an_entry_dropped_between_lookup_and_fetch_is_recomputed_and_stored(
     server: Any, between: Proxy, ns: str, truth: list[bytes]
 ) -> None:

@@ -15,6 +15,7 @@ class Proxy:
         port: where clients connect.
         before: called with each piece of a request before it is passed on; None = nothing.
         limit, request_limit: bytes of replies, or of requests, after which a connection is cut; None = never.
+        piece: bytes taken at a time.
         accepted: connections so far.
         turns: how often a request followed a reply, over all connections: the round trips.
     """
@@ -25,6 +26,7 @@ class Proxy:
         self.request_limit: int | None = None
         self.accepted = self.turns = 0
         self._answered = True
+        self.piece = 1 << 16
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -56,7 +58,7 @@ class Proxy:
     def _pump(self, source: socket.socket, target: socket.socket, *, request: bool) -> None:
         moved = 0
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
+            while data := source.recv(self.piece):
                 self.turns += request and self._answered
                 self._answered = not request
                 if request and self.before is not None:
