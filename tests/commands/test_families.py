@@ -77,7 +77,9 @@ def test_info_memory_is_real(client: MemoryClient) -> None:
     assert abs(int(fields["used_memory"]) - anonymous) < 64 << 20
     assert abs(int(fields["used_memory_rss"]) - resident) < 64 << 20
     assert int(fields["used_memory_peak"]) >= int(fields["used_memory"])
-    assert fields["used_memory_human"].endswith("M")
+    number, unit = re.fullmatch(r"([\d.]+)([BKMG])", fields["used_memory_human"]).groups()
+    shown = float(number) * 1024 ** "BKMG".index(unit)
+    assert abs(shown / int(fields["used_memory"]) - 1) < 0.01
 
 
 def test_info_sections(client: MemoryClient) -> None:
