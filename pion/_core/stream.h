@@ -30,6 +30,7 @@
 #include "crc32c.h"
 #include "jobs.h"
 #include "quant.h"
+#include "reserve.h"
 
 #define STREAM_PIECE (512u * 1024)       /* read, convert and write in pieces that stay in the L2/L3 cache */
 #define STREAM_SENDFILE_MIN (32u * 1024) /* shorter pieces of a file are gathered into one buffer first */
@@ -355,6 +356,7 @@ typedef struct sink {
     fdref *ref;              /* NULL: take the bytes and forget them */
     int64_t offset;          /* of the next written byte */
     uint64_t want, got, written;
+    uint64_t reserve;        /* disk blocks to ask for before the first write */
     int conv;                /* STREAM_RAW or from << 24 | to (a format takes 24 bits) */
     uint32_t dim;
     uint64_t row_in, row_out;
@@ -436,6 +438,10 @@ static inline void sink_feed(sink *s, const char *p, size_t n, scratch *t) {
     s->got += n;
     t->key = NULL;
     if (!s->ref || s->error || s->bad_row >= 0) return;
+    if (s->reserve) {
+        reserve_blocks(s->ref->fd, (uint64_t)s->offset, s->reserve);
+        s->reserve = 0;
+    }
     if (s->conv == STREAM_RAW) {
         sink__write(s, p, n);
         return;

@@ -236,6 +236,7 @@ cdef class Sink:
         convert: CONV_RAW, or from_format << 24 | to_format.
         dim: values per row (conversions only).
         crc_seed: start value of `crc`.
+        reserve: disk blocks, in bytes from `offset` on, to ask for before the first write; failure is ignored.
 
     Attributes:
         on_abort: called with the sink when the connection ends before the body is complete.
@@ -245,7 +246,7 @@ cdef class Sink:
     """
 
     def __cinit__(self, FdRef fdref, offset, nbytes, *, int convert=STREAM_RAW, Py_ssize_t dim=0, uint32_t crc_seed=0,
-                  **kwargs):
+                  uint64_t reserve=0, **kwargs):
         cdef int source = convert >> 24, target = convert & 0xffffff
         cdef size_t row_in
         if not 0 <= offset <= INT64_MAX or not 0 <= nbytes <= INT64_MAX - offset:
@@ -261,8 +262,9 @@ cdef class Sink:
         self.body = sink_new(NULL if fdref is None else fdref.ref, offset, nbytes, convert, <uint32_t>dim, crc_seed)
         if self.body == NULL:
             raise MemoryError
+        self.body.reserve = reserve
 
-    def __init__(self, fdref, offset, nbytes, *, convert=STREAM_RAW, dim=0, crc_seed=0):
+    def __init__(self, fdref, offset, nbytes, *, convert=STREAM_RAW, dim=0, crc_seed=0, reserve=0):
         pass
 
     def __dealloc__(self):
