@@ -205,6 +205,29 @@ def test_a_free_run_is_the_models_own(tmp_path: Path) -> None:
         assert run["free"] == alone != prefix.answer
 
 
+def test_sliding_windows_are_kept_and_restored() -> None:
+    """Continuing on restored rows is continuing on the model's own cache, also where only the last rows are left."""
+    subject = Tiny()
+    import mlx.core as mx
+    from mlx_lm.models import gemma3_text
+
+    args = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "num_attention_heads": 4}
+    args |= {"head_dim": 8, "num_key_value_heads": 1, "vocab_size": 96, "query_pre_attn_scalar": 8}
+    args |= {"sliding_window": 16, "sliding_window_pattern": 3}
+    subject.model = model = gemma3_text.Model(gemma3_text.ModelArgs(model_type="gemma3_text", **args))
+    subject.thetas = [1e4, 1e4, 1e6]
+    ids, text = list(range(2, 42)), [50, 51, 52, 53]
+    prefix = subject.prefill(ids, text[:1])
+    assert [(x.first, len(x.rows)) for x in prefix.k] == [(24, 16), (24, 16), (0, 40)]
+
+    own = model.make_cache()
+    model(mx.array([ids]), cache=own)
+    want = np.array(model(mx.array([text]), cache=own))[0]
+    prefix.answer = [*text[1:], 0]
+    got = subject.logits(subject.restore(prefix, [([x.rows for x in prefix.k], [x.rows for x in prefix.v])]), prefix)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_a_kept_prefix_is_read_back_whole(tmp_path: Path) -> None:
     subject = Tiny()
     prefix = subject.prefill(list(range(2, 60)), [7])
