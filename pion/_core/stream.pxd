@@ -41,6 +41,7 @@ cdef extern from "stream.h" nogil:
         uint64_t want
         uint64_t got
         uint64_t written
+        uint64_t reserve
         int conv
         uint32_t crc
         int error

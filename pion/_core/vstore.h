@@ -305,23 +305,6 @@ static inline int vs_convert(int fd, uint64_t at, uint64_t rows, uint32_t dim, i
     return fr_crc_file(fd, at, rows * so, seed, crc);
 }
 
-/* Reserve the blocks of [offset, offset + n) without changing the file's length: fewer allocations while a large body
- * streams in. A file system that cannot is fine; a full disk is found by the write itself, which truncates back. */
-static inline void vs_reserve(int fd, uint64_t offset, uint64_t n) {
-#if defined(__linux__)
-    (void)!fallocate(fd, FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)n);
-#elif defined(__APPLE__)
-    fstore_t want = {F_ALLOCATECONTIG | F_ALLOCATEALL, F_PEOFPOSMODE, 0, (off_t)n, 0};
-    (void)offset;
-    if (fcntl(fd, F_PREALLOCATE, &want) < 0) {
-        want.fst_flags = F_ALLOCATEALL;
-        (void)fcntl(fd, F_PREALLOCATE, &want);
-    }
-#else
-    (void)fd, (void)offset, (void)n;
-#endif
-}
-
 /* Start writing the dirty pages of a file without waiting, so that the flushes that follow overlap. */
 static inline void vs_writeback(int fd) {
 #if defined(__linux__)

@@ -39,7 +39,6 @@ cdef extern from "vstore.h" nogil:
                   uint64_t dst_at, uint32_t dst_seed, uint8_t *buf)
     int vs_convert(int fd, uint64_t at, uint64_t rows, uint32_t dim, int source, int target, uint32_t seed,
                    uint8_t *inbuf, uint8_t *outbuf, uint32_t *crc, int64_t *bad)
-    void vs_reserve(int fd, uint64_t offset, uint64_t n)
     void vs_writeback(int fd)
     int vs_flush(int fd)
 

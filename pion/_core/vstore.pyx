@@ -17,7 +17,7 @@ from pion._core.framing cimport (
 
 __all__ = [
     "BIG_ALIGN", "BIG_FROM", "CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows",
-    "check_records", "convert_region", "flush", "reserve", "writeback", "write_record",
+    "check_records", "convert_region", "flush", "writeback", "write_record",
 ]
 
 
@@ -137,11 +137,6 @@ def convert_region(int fd, uint64_t offset, uint64_t rows, uint32_t dim, int sou
     if rc:
         raise _oserror(rc)
     return crc
-
-
-def reserve(int fd, uint64_t offset, uint64_t nbytes) -> None:
-    """Ask for the disk blocks of a region before it is written; the file's length stays. Failure is ignored."""
-    vs_reserve(fd, offset, nbytes)
 
 
 def writeback(int fd) -> None:

@@ -199,7 +199,7 @@ def open_write(
         if nbytes == 4 * about.dim * count:
             source = F32
             if about.fmt != F32:
-                convert, crc_dim = F32 << 8 | about.fmt, about.dim
+                convert, crc_dim = F32 << 24 | about.fmt, about.dim
     room = framing.align_up(max(payload_len, nbytes if convert == CONV_RAW else 0))
     at = entry.size
     align = vstore.BIG_ALIGN if room >= vstore.BIG_FROM else framing.ALIGN
@@ -218,10 +218,9 @@ def open_write(
     except OSError as error:
         undo(store, entry)
         raise storage_error(command, error) from error
-    if room >= RESERVE_FROM:
-        vstore.reserve(ref.fileno(), at, min(reserved, RESERVE_MOST))
     resize(store, entry, at + reserved)
-    sink = _sink(ref, at + reserved - room, nbytes, convert, crc_dim, entry.seed)
+    blocks = min(room, RESERVE_MOST) if room >= RESERVE_FROM else 0
+    sink = _sink(ref, at + reserved - room, nbytes, convert, crc_dim, entry.seed, blocks)
     sink.entry, sink.kind, sink.side, sink.layer, sink.start, sink.count = entry, kind, side, layer, start, count
     sink.at, sink.reserved, sink.payload_at, sink.payload_len = at, reserved, at + reserved - room, payload_len
     sink.align, sink.file, sink.source, sink.ended = align, ref, source, False
@@ -230,10 +229,10 @@ def open_write(
     return sink
 
 
-def _sink(ref: FdRef, offset: int, nbytes: int, convert: int, dim: int, seed: int) -> Write:
+def _sink(ref: FdRef, offset: int, nbytes: int, convert: int, dim: int, seed: int, reserve: int) -> Write:
     if dim:
-        return Write(ref, offset, nbytes, convert=convert, dim=dim, crc_seed=seed)
-    return Write(ref, offset, nbytes, crc_seed=seed)
+        return Write(ref, offset, nbytes, convert=convert, dim=dim, crc_seed=seed, reserve=reserve)
+    return Write(ref, offset, nbytes, crc_seed=seed, reserve=reserve)
 
 
 def abandon(store: Store, sink: Write) -> None:
