@@ -47,7 +47,7 @@ def key_kernels() -> Iterator[Result]:
     few = values[:TWIN_ROWS].tobytes()
     wide = bytearray(values.nbytes)
     for name, code in FORMATS.items():
-        fmt = quantkeys.pack_format(code, HEAD)
+        fmt = quant.pack_format(code, HEAD)
         stored = quantkeys.encode_keys(quant.FP32, fmt, values, DIM, 0, THETA)
         short = bytes(stored[: TWIN_ROWS // quantkeys.ROWS * quantkeys.block_bytes(fmt, DIM)])
         yield from kernel(

@@ -32,8 +32,7 @@
 
 #include <math.h>
 
-enum { QK_TURBO4 = 17, QK_TURBO3 = 19, QK_TURBO2 = 20 };
-enum { QK_ROWS = 64, QK_OCTET = 8, QK_RUN = 32, QK_LANES = 64, QK_PASSES = 4 };
+enum { QK_ROWS = Q_KEY_ROWS, QK_OCTET = 8, QK_RUN = 32, QK_LANES = 64 };
 
 /* Into every clone of their caller: a shared copy would be compiled for the baseline processor. */
 #define QK_INLINE static inline __attribute__((always_inline))
@@ -50,25 +49,14 @@ typedef struct {
     float cosine[QK_ROWS][QK_RUN], sine[QK_ROWS][QK_RUN];
 } qk_turns;
 
-/* Bits of a code; 0 for what is no key form. */
-static inline int qk_bits(int fmt) {
-    switch (fmt & 0xff) {
-    case QK_TURBO4: return 4;
-    case QK_TURBO3: return 3;
-    case QK_TURBO2: return 2;
-    default: return 0;
-    }
-}
-
 /* Bytes of the block of 64 rows, a multiple of 64; 0 for what is no key form. */
 static inline size_t qk_block_bytes(int fmt, size_t dim) {
-    size_t bits = (size_t)qk_bits(fmt);
-    return bits ? ((8 * bits + 4) * dim + 63) / 64 * 64 : 0;
+    return q_key_bits(fmt) ? QK_ROWS * q_row_bytes(fmt, dim) : 0;
 }
 
 /* Whether rows of this dim can be turned with this base. A rope needs a head size that divides dim. */
 static inline int qk_rope_fits(int fmt, size_t dim, double theta) {
-    size_t head = (size_t)fmt >> 8 & 0xffff;
+    size_t head = q_param(fmt);
     if (theta == 0.0) return 1;
     return theta > 0.0 && theta < 1e300 && theta > 1e-300 && head > 0 && dim % head == 0;
 }
@@ -224,10 +212,12 @@ QK_INLINE void qk_sums(float (*restrict y)[QK_LANES], const float *restrict base
 }
 
 /* Levels for the lanes of a tile. x becomes its height above the lane's minimum.
- * Starting from minimum and maximum, scale and bias are fitted to the codes by least squares and the codes chosen anew.
+ * The outer levels are minimum and maximum. For 2 bits, whose error would be too large, scale and bias are then fitted
+ * to the codes by least squares and the codes chosen anew; with more bits that made errors smaller and answers worse,
+ * for it moves the extremes, where attention looks.
  * The last scale gives the decoded lane the spread of the lane instead (least squares would shrink it), and the
  * final codes make up for the rounding of scale and bias to fp16. */
-QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], float top, qk_levels *restrict levels) {
+QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], float top, int passes, qk_levels *restrict levels) {
     float low[QK_LANES], high[QK_LANES], total[QK_LANES], squared[QK_LANES];
     float step[QK_LANES], base[QK_LANES], inverse[QK_LANES], sum[QK_LANES], squares[QK_LANES], products[QK_LANES];
     for (size_t i = 0; i < QK_LANES; i++) {
@@ -254,7 +244,7 @@ QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], float top, qk_levels *restr
     for (int pass = 0;; pass++) {
         for (size_t i = 0; i < QK_LANES; i++) inverse[i] = step[i] > 0.0f ? 1.0f / step[i] : 0.0f;
         qk_sums(x, base, inverse, top, sum, squares, products);
-        if (pass == QK_PASSES - 1) break;
+        if (pass == passes - 1) break;
         for (size_t i = 0; i < QK_LANES; i++) {
             float spread = 64.0f * squares[i] - sum[i] * sum[i];
             float shared = 64.0f * products[i] - total[i] * sum[i];
@@ -347,7 +337,7 @@ Q_CLONES static void qk_encode_tile(int from, int bits, const qk_tile *tile, con
         bad[row] |= qk_load_run(from, at + width * tile->b, x[row] + QK_RUN, tile->nb);
         if (tile->turned) bad[row] |= qk_turn_back(x[row], turns->cosine[row], turns->sine[row]);
     }
-    qk_fit(x, top, &levels);
+    qk_fit(x, top, bits > 2 ? 1 : 4, &levels);
     qk_codes(x, &levels, top, codes);
     for (size_t octet = 0; octet < QK_ROWS / QK_OCTET; octet++) {
         qk_pack(bits, codes + QK_OCTET * octet, planes);
@@ -425,7 +415,7 @@ typedef struct {
 } qk_walk;
 
 static inline qk_walk qk_start(int fmt, size_t dim, double theta) {
-    size_t head = theta == 0.0 ? 0 : (size_t)fmt >> 8 & 0xffff;
+    size_t head = theta == 0.0 ? 0 : q_param(fmt);
     qk_walk walk = {dim, head, head / 2, 0, 0, head < 2};
     return walk;
 }
@@ -480,7 +470,7 @@ static inline int q_keys_encode(int from, int to, const void *source, void *targ
                                 uint64_t first_row, double theta, int64_t *bad_row) {
     const uint8_t *src = (const uint8_t *)source;
     uint8_t *dst = (uint8_t *)target;
-    int bits = qk_bits(to), fresh;
+    int bits = (int)q_key_bits(to), fresh;
     size_t in = QK_ROWS * dim * (from == Q_FP32 ? 4 : 2), out = qk_block_bytes(to, dim);
     size_t used = (8 * (size_t)bits + 4) * dim;
     qk_turns turns;
@@ -511,7 +501,7 @@ static inline int q_keys_decode(int fmt, const void *source, void *target, size_
                                 uint64_t first_row, double theta) {
     const uint8_t *src = (const uint8_t *)source;
     uint8_t *dst = (uint8_t *)target;
-    int bits = qk_bits(fmt), fresh;
+    int bits = (int)q_key_bits(fmt), fresh;
     qk_turns turns;
     qk_tile tile;
     if (!bits || !qk_rope_fits(fmt, dim, theta)) return Q_UNSUPPORTED;

@@ -4,12 +4,8 @@ from libc.stdint cimport int64_t, uint64_t
 
 cdef extern from "quant_keys.h" nogil:
     enum:
-        QK_TURBO4
-        QK_TURBO3
-        QK_TURBO2
         QK_ROWS
     const uint64_t QK_POSITIONS
-    int qk_bits(int fmt)
     size_t qk_block_bytes(int fmt, size_t dim)
     int qk_rope_fits(int fmt, size_t dim, double theta)
     int q_keys_encode(

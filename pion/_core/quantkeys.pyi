@@ -13,7 +13,6 @@ __all__ = [
     "block_bytes",
     "decode_keys",
     "encode_keys",
-    "pack_format",
 ]
 
 _Out = TypeVar("_Out", bound=Buffer)
@@ -26,7 +25,6 @@ ROWS: Final = 64
 class RefusedKeyError(RefusedRowError):
     def __init__(self, row: int) -> None: ...
 
-def pack_format(code: int, head: int = 0) -> int: ...
 def block_bytes(fmt: int, dim: int) -> int: ...
 @overload
 def encode_keys(

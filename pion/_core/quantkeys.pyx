@@ -7,13 +7,10 @@ The kernels and the block's layout are in quant_keys.h, the readable twin is `pi
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint64_t
 
-from pion._core.quant cimport Q_BF16, Q_FP16, Q_FP32, Q_REFUSED
+from pion._core.quant cimport Q_BF16, Q_FP16, Q_FP32, Q_KTURBO2, Q_KTURBO3, Q_KTURBO4, Q_REFUSED
 from pion._core.quantkeys cimport (
     QK_POSITIONS,
     QK_ROWS,
-    QK_TURBO2,
-    QK_TURBO3,
-    QK_TURBO4,
     q_keys_decode,
     q_keys_encode,
     qk_block_bytes,
@@ -30,12 +27,11 @@ __all__ = [
     "block_bytes",
     "decode_keys",
     "encode_keys",
-    "pack_format",
 ]
 
-KTURBO4 = QK_TURBO4
-KTURBO3 = QK_TURBO3
-KTURBO2 = QK_TURBO2
+KTURBO4 = Q_KTURBO4
+KTURBO3 = Q_KTURBO3
+KTURBO2 = Q_KTURBO2
 ROWS = QK_ROWS
 
 
@@ -47,20 +43,13 @@ class RefusedKeyError(RefusedRowError):
         self.row = row
 
 
-def pack_format(int code, int head=0) -> int:
-    """A format and its head size as one number. A head size is needed for keys with a rope."""
-    if not 0 <= head <= 0xffff or not 0 <= code <= 0xff:
-        raise ValueError(f"head size {head} is not in 0..65535, or code {code} not in 0..255")
-    return code | head << 8
-
-
 def block_bytes(int fmt, Py_ssize_t dim) -> int:
     """Bytes of the block of 64 rows of `dim` values. ValueError for what is no key form or a dim below 1."""
     if dim < 1 or dim > 1 << 24:
         raise ValueError(f"dim {dim} is not in 1..{1 << 24}")
     cdef size_t size = qk_block_bytes(fmt, <size_t> dim)
     if size == 0:
-        raise ValueError(f"format {fmt & 0xff} is no key form (want {QK_TURBO4}, {QK_TURBO3} or {QK_TURBO2})")
+        raise ValueError(f"format {fmt & 0xff} is no key form (want {Q_KTURBO4}, {Q_KTURBO3} or {Q_KTURBO2})")
     return size
 
 
@@ -82,7 +71,7 @@ def encode_keys(int src_code, int fmt, data, Py_ssize_t dim, first_row, double t
 
     Args:
         src_code: FP32, FP16 or BF16 of `pion._core.quant`: what `data` holds.
-        fmt: KTURBO4, KTURBO3 or KTURBO2, with the head size in `pack_format` when there is a rope.
+        fmt: KTURBO4, KTURBO3 or KTURBO2, with the head size as its parameter (`quant.pack_format`) when there is a rope.
         data: a contiguous buffer of whole groups, row-major, little-endian.
         dim: values of a row.
         first_row: the position of the first row in its sequence.

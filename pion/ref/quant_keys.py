@@ -15,17 +15,12 @@ from pion.ref import quant
 KTURBO4, KTURBO3, KTURBO2 = 17, 19, 20
 BITS = {KTURBO4: 4, KTURBO3: 3, KTURBO2: 2}
 ROWS = 64
-PASSES = 4
+PASSES = {4: 1, 3: 1, 2: 4}
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
-
-
-def pack_format(code: int, param: int = 0) -> int:
-    """A format and its head size (0: none) as one number."""
-    return code | param << 8
 
 
 def block_bytes(fmt: int, dim: int) -> int:
@@ -102,7 +97,8 @@ def turn(rows: F32, fmt: int, position: int, theta: float, *, back: bool) -> F32
         turned[:, :, :half], turned[:, :, half : 2 * half] = lo * cosine + hi * sine, hi * cosine - lo * sine
     else:
         turned[:, :, :half], turned[:, :, half : 2 * half] = lo * cosine - hi * sine, hi * cosine + lo * sine
-    return turned.reshape(rows.shape)
+    flat: F32 = turned.reshape(rows.shape)
+    return flat
 
 
 # ---- levels ----------------------------------------------------------------------------------------------------------
@@ -110,7 +106,7 @@ def turn(rows: F32, fmt: int, position: int, theta: float, *, back: bool) -> F32
 
 def total(rows: F32) -> F32:
     """The sum of the rows in their order (numpy's own sum would pair them)."""
-    sums = np.zeros_like(rows[0])
+    sums: F32 = np.zeros_like(rows[0])
     for row in rows:
         sums = sums + row
     return sums
@@ -119,19 +115,21 @@ def total(rows: F32) -> F32:
 def ratio(above: F32, below: F32) -> F32:
     """above / below, and 0 where below is not positive."""
     good = below > 0
-    return np.where(good, above / np.where(good, below, np.float32(1)), np.float32(0))
+    quotient: F32 = np.where(good, above / np.where(good, below, np.float32(1)), np.float32(0))
+    return quotient
 
 
 def assign(y: F32, base: F32, inverse: F32, top: np.float32) -> F32:
     """The code of each value along one line per channel."""
-    return np.rint(np.clip((y - base) * inverse, np.float32(0), top))
+    code: F32 = np.rint(np.clip((y - base) * inverse, np.float32(0), top))
+    return code
 
 
 def levels(x: F32, bits: int) -> tuple[U8, U16, U16]:
     """Codes (64, dim), scales and biases (dim) of a group that is turned back.
 
-    Starting from minimum and maximum, scale and bias are fitted to the codes by least squares and the codes chosen
-    anew. The last scale gives the decoded channel its own spread (least squares would shrink it).
+    The outer levels are minimum and maximum. For 2 bits, scale and bias are then fitted to the codes by least squares
+    and the codes chosen anew. The last scale gives the decoded channel its own spread (least squares would shrink it).
     """
     f = np.float32
     top = f(2**bits - 1)
@@ -139,7 +137,7 @@ def levels(x: F32, bits: int) -> tuple[U8, U16, U16]:
     y = x - low
     step, base = (x.max(axis=0) - low) / top, np.zeros_like(low)
     sum_y, sum_yy = total(y), total(y * y)
-    for last in [False] * (PASSES - 1) + [True]:
+    for last in [False] * (PASSES[bits] - 1) + [True]:
         inverse = ratio(np.ones_like(step), step)
         code = assign(y, base, inverse, top)
         sum_c, sum_cc, sum_yc = total(code), total(code * code), total(y * code)
@@ -171,7 +169,7 @@ def pack(codes: U8, bits: int) -> U8:
     """Codes (64, dim) as planes (8 * bits, dim)."""
     octets = codes.reshape(8, 8, -1)
     if bits == 4:
-        return (octets[:, 0::2] | octets[:, 1::2] << 4).reshape(32, -1)
+        return (octets[:, 0::2] | octets[:, 1::2] << 4).astype(np.uint8).reshape(32, -1)
     low = np.zeros((8, 2, codes.shape[1]), np.uint8)
     for row in range(8):
         low[:, row // 4] |= (octets[:, row] & 3) << 2 * (row % 4)
