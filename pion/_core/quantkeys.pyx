@@ -71,7 +71,7 @@ def encode_keys(int src_code, int fmt, data, Py_ssize_t dim, first_row, double t
 
     Args:
         src_code: FP32, FP16 or BF16 of `pion._core.quant`: what `data` holds.
-        fmt: KTURBO4, KTURBO3 or KTURBO2, with the head size as its parameter (`quant.pack_format`) when there is a rope.
+        fmt: KTURBO4, KTURBO3 or KTURBO2; with a rope, the head size is its parameter (`quant.pack_format`).
         data: a contiguous buffer of whole groups, row-major, little-endian.
         dim: values of a row.
         first_row: the position of the first row in its sequence.
