@@ -113,6 +113,5 @@ def row_bytes(fmt: int, dim: int) -> int:
         return 2 * param + row_bytes(5, dim - param) if 0 < param < dim else 0
     if param or (code == 7 and dim % GROUP):
         return 0
-    return {0: dim + 4 * groups, 2: 2 * dim, 5: dim + 2 * groups, 7: dim // 2 + 4 * groups, 8: 4 * dim, 9: 2 * dim}[
-        code
-    ]
+    scaled = {0: dim + 4 * groups, 5: dim + 2 * groups, 7: dim // 2 + 4 * groups}
+    return (scaled | {2: 2 * dim, 8: 4 * dim, 9: 2 * dim})[code]

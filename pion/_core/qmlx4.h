@@ -86,7 +86,8 @@ __attribute__((target("avx2,f16c"))) static uint32_t q_mlx4_row_f16c(int from, c
             size_t at = Q_GROUP * g + 8 * (size_t)k;
             __m256i words;
             if (from == Q_FP16) {
-                words = _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(src + 2 * at))));
+                __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(src + 2 * at));
+                words = _mm256_castps_si256(_mm256_cvtph_ps(half));
             } else if (from == Q_BF16) {
                 __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(src + 2 * at));
                 words = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);

@@ -1,17 +1,17 @@
 /* turbo4, turbo3 and turbo2 rows: random rotation, Lloyd-Max codes, one gain a block (after TurboQuant, arXiv
  * 2504.19874, without its residual stage). pion/ref/turbo.py tells the same in numpy.
  *
- * A row is split into blocks (q_turbo_next). A block is rotated by signs, a Hartley (x) Hadamard matrix, other signs and
- * the matrix again: orthogonal for any size m * 2^k with m odd and at most 15, up to a factor that the gain takes. Two
- * rounds, because after one a row with a single large value has two sharp peaks and not a bell. The signs come first:
+ * A row is split into blocks (q_turbo_next). A block is rotated by signs, a Hartley (x) Hadamard matrix, other signs
+ * and the matrix again: orthogonal for any size m * 2^k with m odd and at most 15, up to a factor that the gain takes.
+ * Two rounds, because after one a row with a single large value has two sharp peaks and not a bell. The signs come first:
  * without them a constant row collapses onto one value (case C6).
  * Stored are the codes of all blocks, bits wide each and rounded up to a byte for a block, then a 16-bit gain for each
  * block: bits 30..15 of a positive fp32. A value's code is the index of its magnitude's level, plus half the number of
  * codes when it is negative.
- * The gain gives the decoded block the norm of the original. Least squares would shrink it by the relative error D (12 %
- * at 2 bits), and a sum over many decoded rows, as attention forms it of V, keeps that bias while the rest averages out;
- * keeping the norm costs D / 4 more error (0.2 % at 4 bits, 0.9 % at 3, 3.1 % at 2). At 2 bits the gain is 1/128 smaller,
- * which brings that to 2.4 %.
+ * The gain gives the decoded block the norm of the original. Least squares would shrink it by the relative error D
+ * (12 % at 2 bits), and a sum over many decoded rows, as attention forms it of V, keeps that bias while the rest
+ * averages out; keeping the norm raises D by a share D / 4 (0.2 % at 4 bits, 0.9 % at 3, 3.1 % at 2). At 2 bits the
+ * gain is 1/128 smaller, which brings that to 2.4 %.
  */
 #ifndef PION_QTURBO_H
 #define PION_QTURBO_H
@@ -34,7 +34,8 @@ static const float q_levels_4[8] = {0.12839504f, 0.3880483f,  0.65675914f, 0.942
                                     1.2562312f,  1.6180464f,  2.0690172f,  2.7325895f};
 static const float q_edges_2[1] = {0.9815988f};
 static const float q_edges_3[3] = {0.50054973f, 1.0499573f, 1.7479275f};
-static const float q_edges_4[7] = {0.25822166f, 0.5224037f, 0.79954976f, 1.0992858f, 1.4371388f, 1.8435318f, 2.4008033f};
+static const float q_edges_4[7] = {0.25822166f, 0.5224037f, 0.79954976f, 1.0992858f,
+                                   1.4371388f,  1.8435318f, 2.4008033f};
 
 /* cos + sin of 2 pi t / m for m = 3, 5, ... 15, one after the other; m starts at (m * m - 2 * m - 3) / 4. */
 static const float q_hartley_table[63] = {
@@ -355,11 +356,17 @@ Q_CLONES static void q_pack_3(const uint8_t *codes, uint8_t *packed, size_t n) {
 
 Q_CLONES static void q_pack_2(const uint8_t *codes, uint8_t *packed, size_t n) { q_pack_codes(codes, packed, n, 2); }
 
-Q_CLONES static void q_unpack_4(const uint8_t *packed, uint8_t *codes, size_t n) { q_unpack_codes(packed, codes, n, 4); }
+Q_CLONES static void q_unpack_4(const uint8_t *packed, uint8_t *codes, size_t n) {
+    q_unpack_codes(packed, codes, n, 4);
+}
 
-Q_CLONES static void q_unpack_3(const uint8_t *packed, uint8_t *codes, size_t n) { q_unpack_codes(packed, codes, n, 3); }
+Q_CLONES static void q_unpack_3(const uint8_t *packed, uint8_t *codes, size_t n) {
+    q_unpack_codes(packed, codes, n, 3);
+}
 
-Q_CLONES static void q_unpack_2(const uint8_t *packed, uint8_t *codes, size_t n) { q_unpack_codes(packed, codes, n, 2); }
+Q_CLONES static void q_unpack_2(const uint8_t *packed, uint8_t *codes, size_t n) {
+    q_unpack_codes(packed, codes, n, 2);
+}
 
 /* ---- blocks and rows ------------------------------------------------------------------------------------------- */
 
@@ -394,7 +401,7 @@ static inline uint32_t q_turbo_row(int bits, size_t head, int from, const uint8_
     uint8_t *gains = row + t.packed;
     size_t width = from == Q_FP32 ? 4 : 2;
     for (size_t piece = 0; piece < dim; piece += t.piece) {
-        for (size_t left = t.piece, n; left; left -= n, src += width * n, row += (n * (size_t)bits + 7) / 8, gains += 2) {
+        for (size_t left = t.piece, n; left; left -= n, src += width * n, gains += 2) {
             n = q_turbo_next(left, t.most);
             if (from == Q_FP32) memcpy(y, src, 4 * n);
             else q_widen(from, src, (uint8_t *)y, n, best);
@@ -403,6 +410,7 @@ static inline uint32_t q_turbo_row(int bits, size_t head, int from, const uint8_
             if (top < Q_TURBO_TINY) memset(row, 0, (n * (size_t)bits + 7) / 8);
             else gain = q_turbo_block(bits, y, n, row, best);
             q_store16(gains, gain);
+            row += (n * (size_t)bits + 7) / 8;
         }
     }
     return 0;
@@ -418,7 +426,7 @@ static inline void q_turbo_row_to_fp32(int bits, size_t head, const uint8_t *row
     q_turbo t = q_turbo_layout(bits, head, dim);
     const uint8_t *gains = row + t.packed;
     for (size_t piece = 0; piece < dim; piece += t.piece) {
-        for (size_t left = t.piece, n; left; left -= n, dst += 4 * n, row += (n * (size_t)bits + 7) / 8, gains += 2) {
+        for (size_t left = t.piece, n; left; left -= n, dst += 4 * n, gains += 2) {
             n = q_turbo_next(left, t.most);
             float gain = q_float(q_load16(gains) << 15) / (float)n;
             if (bits == 4) {
@@ -434,6 +442,7 @@ static inline void q_turbo_row_to_fp32(int bits, size_t head, const uint8_t *row
             q_spread(y, n, best);
             q_flip_a(y, n);
             q_scale_out(y, dst, n, gain);
+            row += (n * (size_t)bits + 7) / 8;
         }
     }
 }

@@ -7,8 +7,8 @@ A format is an int, code | parameter << 8 (`pack_format`). The code also stands 
     FP8 5: e4m3fn with an fp16 scale for each group of 32
     BF16_ROPE_FP8_BODY 6: the first `parameter` values bf16, the rest as FP8
     MLX4G32 7: what mlx.core.quantize(group_size=32, bits=4) gives for the fp16 row; dim a multiple of 32
-    TURBO4 1, TURBO3 3, TURBO2 4: rotated, Lloyd-Max codes of 4, 3, 2 bits, a 16-bit gain for each block; the parameter is
-        the head size, 0 for none
+    TURBO4 1, TURBO3 3, TURBO2 4: rotated, Lloyd-Max codes of 4, 3, 2 bits, a 16-bit gain for each block; the parameter
+        is the head size, 0 for none
 The others take no parameter, so the code alone is the format. The kernels are in quant.h and the q*.h files that it
 includes, the readable twin is `pion.ref.quant`.
 """
@@ -229,8 +229,8 @@ cdef object _cast(data, out, bint narrow):
 
 def encode_e4m3(data, *, out=None):
     """The plain cast of fp32 values to e4m3fn codes, a byte each, without scales: nearest even, everything beyond 448
-    saturates (infinities too), NaN becomes the NaN of its sign. `data` and `out` are contiguous buffers; returns `out` or
-    a new bytearray."""
+    saturates (infinities too), NaN becomes the NaN of its sign. `data` and `out` are contiguous buffers; returns `out`
+    or a new bytearray."""
     return _cast(data, out, True)
 
 

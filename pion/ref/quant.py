@@ -181,7 +181,7 @@ def fp8_values(rows: U8, dim: int) -> F32:
 
 def mlx4_rows(values: F32) -> U8:
     """Rows (dim a multiple of 32) as MLX's affine quantization of their fp16 values: codes, scales, biases."""
-    rows, dim = values.shape
+    rows = len(values)
     groups = half_to(half_of(values)).reshape(rows, -1, GROUP)
     low, high = groups.min(axis=2), groups.max(axis=2)
     scale = np.maximum((high - low) / np.float32(15), np.float32(1e-7))

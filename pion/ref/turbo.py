@@ -36,8 +36,8 @@ def blocks(dim: int, head: int) -> list[int]:
     """The sizes of the blocks of a row, in order.
 
     With a head size that divides the row each head is split alone, into blocks of at most 4096 values; else the row is,
-    into blocks of at most 128. A piece whose odd factor is at most 15 is one block; of any other piece, or a longer one,
-    the largest power of two is split off.
+    into blocks of at most 128. A piece whose odd factor is at most 15 is one block; of any other piece, or a longer
+    one, the largest power of two is split off.
     """
     given = head > 0 and dim % head == 0
     piece, most = (head, MOST) if given else (dim, BLOCK)
@@ -56,7 +56,7 @@ def row_bytes(bits: int, head: int, dim: int) -> int:
 
 
 def signs(size: int, seed: int) -> F32:
-    """+1 and -1: bit i % 32 of a hash (the finalizer of MurmurHash3) of seed + i // 32 tells whether value i is negated."""
+    """+1 and -1: value i is negated where bit i % 32 of MurmurHash3's finalizer of seed + i // 32 is set."""
     word = (np.arange(-(-size // 32), dtype=np.uint64) + np.uint64(seed)) & 0xFFFFFFFF
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         word = (word ^ word >> np.uint64(shift)) * np.uint64(factor) & 0xFFFFFFFF
@@ -66,7 +66,7 @@ def signs(size: int, seed: int) -> F32:
 
 
 def hartley(odd: int) -> F32:
-    """cos + sin of 2 pi t / odd: row k of the Hartley matrix takes entry j k mod odd for column j. Its square is odd * 1."""
+    """cos + sin of 2 pi t / odd, t = 0, 1, ...: entry (j, k) of the Hartley matrix is number j k mod odd."""
     turn = 2 * np.pi * np.arange(odd) / odd
     return (np.cos(turn) + np.sin(turn)).astype(np.float32)
 
@@ -127,7 +127,7 @@ def encode_block(bits: int, values: F32) -> tuple[U8, U16]:
     the row's norm on); the gain gives the decoded row the norm of the original, and so does not shrink what attention
     averages: the least-squares gain would, by the relative error itself (12 % at 2 bits). At 2 bits it is 1/128 less.
     """
-    rows, size = values.shape
+    size = values.shape[1]
     level, edge = LEVELS[bits], EDGES[bits]
     live = np.abs(values).max(axis=1) >= TINY
     turned = rotate(np.where(live[:, None], values, np.float32(0)))
@@ -171,7 +171,8 @@ def pack(bits: int, codes: U8) -> U8:
 def unpack(bits: int, packed: U8, size: int) -> U8:
     """The inverse of `pack`."""
     ones = np.unpackbits(packed, axis=1, bitorder="little", count=bits * size).reshape(len(packed), size, bits)
-    return (ones << np.arange(bits, dtype=np.uint8)).sum(axis=2).astype(np.uint8)
+    codes: U8 = (ones << np.arange(bits, dtype=np.uint8)).sum(axis=2).astype(np.uint8)
+    return codes
 
 
 def encode(bits: int, head: int, values: F32) -> bytes:

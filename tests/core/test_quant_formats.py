@@ -22,7 +22,7 @@ kernels = pytest.mark.parametrize("portable", [False, True], ids=["best", "porta
 
 
 def formats(dim: int) -> list[int]:
-    """The formats with scales that take rows of `dim` values; turbo without a head, with the row and with a part as one."""
+    """The formats with scales that take rows of `dim` values; turbo without a head, and with the row or 64 as one."""
     found = [quant.INT8, FP8] + [MLX4] * (dim % 32 == 0)
     found += [pack(code, head) for code in TURBOS.values() for head in {0, dim, 64}]
     return found + [pack(quant.BF16_ROPE_FP8_BODY, lead) for lead in {1, dim // 2, dim - 1} if 0 < lead < dim]
