@@ -28,6 +28,23 @@ static inline int q_code(int fmt) { return fmt & 255; }
 
 static inline size_t q_param(int fmt) { return (size_t)(fmt >> 8 & 0xffff); }
 
+/* The forms of turbo for keys: see quant_keys.h. */
+enum { Q_KTURBO4 = 17, Q_KTURBO3 = 19, Q_KTURBO2 = 20, Q_KEY_ROWS = 64 };
+
+/* Bits of a code of a key form; 0 for a row format. */
+static inline size_t q_key_bits(int fmt) {
+    return q_code(fmt) == Q_KTURBO4 ? 4 : q_code(fmt) == Q_KTURBO3 ? 3 : q_code(fmt) == Q_KTURBO2 ? 2 : 0;
+}
+
+/* How many rows stand or fall together: 64 for the key forms. */
+static inline int q_group_rows(int fmt) { return q_key_bits(fmt) ? Q_KEY_ROWS : 1; }
+
+/* A 64th of the block of 64 rows, which is a multiple of 64 bytes; the parameter is the head size and does not count. */
+static inline size_t q_key_row_bytes(int fmt, size_t dim) {
+    size_t bits = q_key_bits(fmt);
+    return bits ? ((8 * bits + 4) * dim + 63) / 64 : 0;
+}
+
 static inline int q_is_source(int fmt) { return fmt == Q_FP32 || fmt == Q_FP16 || fmt == Q_BF16; }
 
 static inline int q_turbo_bits(int fmt) { return q_code(fmt) == Q_TURBO4 ? 4 : q_code(fmt) == Q_TURBO3 ? 3 : 2; }
@@ -51,7 +68,7 @@ static inline size_t q_row_bytes(int fmt, size_t dim) {
     case Q_FP16:
     case Q_BF16: return 2 * dim;
     case Q_FP32: return 4 * dim;
-    default: return 0;
+    default: return q_key_row_bytes(fmt, dim);
     }
 }
 
@@ -76,7 +93,7 @@ static inline int q_encode_with(int from, int to, const void *source, void *targ
     uint8_t *dst = (uint8_t *)target;
     size_t in = q_row_bytes(from, dim), out = q_row_bytes(to, dim);
     *bad_row = -1;
-    if (!q_is_source(from) || (dim != 0 && out == 0)) return Q_UNSUPPORTED;
+    if (!q_is_source(from) || (dim != 0 && out == 0) || q_group_rows(to) != 1) return Q_UNSUPPORTED;
     if (rows == 0 || dim == 0) return Q_OK;
     if (from == to) {
         memcpy(dst, src, rows * out);
@@ -103,7 +120,7 @@ static inline int q_decode_with(int fmt, const void *source, void *target, size_
     const uint8_t *src = (const uint8_t *)source;
     uint8_t *dst = (uint8_t *)target;
     size_t stored = q_row_bytes(fmt, dim);
-    if (dim != 0 && stored == 0) return Q_UNSUPPORTED;
+    if ((dim != 0 && stored == 0) || q_group_rows(fmt) != 1) return Q_UNSUPPORTED;
     if (rows == 0 || dim == 0) return Q_OK;
     switch (q_code(fmt)) {
     case Q_FP32: memcpy(dst, src, 4 * rows * dim); return Q_OK;

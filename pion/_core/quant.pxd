@@ -18,8 +18,14 @@ cdef extern from "quant.h" nogil:
         Q_REFUSED
         Q_UNSUPPORTED
         Q_GROUP
+        Q_KTURBO4
+        Q_KTURBO3
+        Q_KTURBO2
+        Q_KEY_ROWS
     int q_code(int fmt)
     size_t q_param(int fmt)
+    size_t q_key_bits(int fmt)
+    int q_group_rows(int fmt)
     size_t q_row_bytes(int fmt, size_t dim)
     int q_is_source(int fmt)
     int q_have_f16c()

@@ -33,6 +33,7 @@ from pion._core.quant cimport (
     q_e4m3_to_fp32,
     q_encode_with,
     q_fp32_to_e4m3,
+    q_group_rows,
     q_have_f16c,
     q_is_source,
     q_row_bytes,
@@ -83,7 +84,10 @@ def pack_format(int code, int param=0) -> int:
 
 
 def row_bytes(int fmt, Py_ssize_t dim) -> int:
-    """Bytes of one stored row of `dim` values. ValueError for a format not built, or a dim that it does not take."""
+    """Bytes of one stored row of `dim` values. ValueError for a format not built, or a dim that it does not take.
+
+    For a key form: of 64 rows, divided by 64.
+    """
     if dim < 1 or dim > 1 << 24:
         raise ValueError(f"dim {dim} is not in 1..{1 << 24}")
     cdef size_t size = q_row_bytes(fmt, <size_t> dim)
@@ -100,6 +104,10 @@ cdef object _refuse_format(int fmt, Py_ssize_t dim):
     if fmt == Q_MLX4G32:
         raise ValueError(f"{_name(fmt)} takes multiples of 32 values, not {dim}")
     raise ValueError(f"{_name(fmt)} takes no parameter, not {fmt >> 8}")
+
+
+cdef object _refuse_groups(int fmt):
+    raise ValueError(f"format {fmt & 255} keeps keys in groups of {q_group_rows(fmt)} rows: see pion._core.quantkeys")
 
 
 cdef object _refuse_room(Py_ssize_t have, Py_ssize_t want):
@@ -135,6 +143,8 @@ def encode(int src_fmt, int dst_fmt, data, Py_ssize_t dim, *, out=None, bint por
     cdef int f16c = not portable and q_have_f16c()
     if not q_is_source(src_fmt):
         raise ValueError(f"rows cannot be given as {_name(src_fmt)}")
+    if q_group_rows(dst_fmt) != 1:
+        _refuse_groups(dst_fmt)
     PyObject_GetBuffer(data, &src, PyBUF_SIMPLE)
     try:
         rows = <size_t> src.len // width
@@ -168,6 +178,8 @@ def decode(int fmt, data, Py_ssize_t dim, *, out=None, bint portable=False):
     cdef size_t stored = row_bytes(fmt, dim)
     cdef size_t rows
     cdef int f16c = not portable and q_have_f16c()
+    if q_group_rows(fmt) != 1:
+        _refuse_groups(fmt)
     PyObject_GetBuffer(data, &src, PyBUF_SIMPLE)
     try:
         rows = <size_t> src.len // stored

@@ -171,7 +171,8 @@ def pack(bits: int, codes: U8) -> U8:
 def unpack(bits: int, packed: U8, size: int) -> U8:
     """The inverse of `pack`."""
     ones = np.unpackbits(packed, axis=1, bitorder="little", count=bits * size).reshape(len(packed), size, bits)
-    return (ones << np.arange(bits, dtype=np.uint8)).sum(axis=2).astype(np.uint8)
+    codes: U8 = (ones << np.arange(bits, dtype=np.uint8)).sum(axis=2).astype(np.uint8)
+    return codes
 
 
 def encode(bits: int, head: int, values: F32) -> bytes:
