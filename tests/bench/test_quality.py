@@ -13,7 +13,7 @@ import pytest
 
 from bench import quality, quality_codecs, quality_metrics, quality_models, quality_prompts, quality_report
 from bench.quality_codecs import Layer, Split
-from pion._core import quant
+from pion._core import quant, quantkeys
 from tests.support import models
 
 rng = np.random.default_rng(5)
@@ -91,8 +91,6 @@ def test_splits_are_read_and_written_back() -> None:
 
 @pytest.mark.parametrize("fmt", quality_codecs.CODES)
 def test_bytes_are_those_of_the_format(fmt: str) -> None:
-    if not quality_codecs.available(fmt, keys=False):
-        pytest.skip(f"{fmt} is not in this build")
     rows = rng.standard_normal((7, 192)).astype(np.float32)
     decoded, size = quality_codecs.through(Layer(rows, 64, 0, 1e4), fmt, keys=False)
     code = quality_codecs.CODES[fmt]
@@ -106,10 +104,6 @@ def test_bytes_are_those_of_the_format(fmt: str) -> None:
 
 @pytest.mark.parametrize("first", [0, 40, 64])
 def test_key_groups_leave_loose_rows_in_fp16(first: int) -> None:
-    if not quality_codecs.available("turbo4", keys=True):
-        pytest.skip("the key forms are not in this build")
-    from pion._core import quantkeys
-
     rows = rng.standard_normal((200, 128)).astype(np.float32)
     decoded, size = quality_codecs.through(Layer(rows, 64, first, 1e4), "turbo4", keys=True)
     positions = np.arange(first, first + 200)
@@ -117,7 +111,7 @@ def test_key_groups_leave_loose_rows_in_fp16(first: int) -> None:
     loose = ~np.isin(positions // 64, groups)
     np.testing.assert_array_equal(decoded[loose], rows[loose].astype(np.float16))
     assert not np.array_equal(decoded[~loose], rows[~loose].astype(np.float16))
-    per_group = quantkeys.block_bytes(quantkeys.pack_format(quantkeys.KTURBO4, 64), 128)
+    per_group = quantkeys.block_bytes(quant.pack_format(quantkeys.KTURBO4, 64), 128)
     assert size == len(groups) * per_group + 2 * 128 * int(loose.sum())
 
 
