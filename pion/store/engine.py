@@ -143,7 +143,10 @@ class Engine(SessionMethods, PrefixMethods):
         keyspace = Keyspace(databases)
         if self.root is not None and self.wal:
             self.keyspace_store = KeyspaceStore(self.root, keyspace, appendfsync)
-            self.keyspace_store.open()
+            try:
+                self.keyspace_store.open()
+            except OSError as error:
+                raise StartupError(f"data directory {self.root}: {error}") from error
         return keyspace
 
     def _thread(self, name: str, body: Any) -> None:
