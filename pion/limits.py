@@ -77,12 +77,18 @@ INT8_GROUP: Final = 32
 FP16_MAX: Final = 65504.0
 
 
-def row_bytes(code: int, dim: int) -> int:
-    """Bytes of one stored row of `dim` values in the format `code` (built formats only; KeyError otherwise)."""
+def row_bytes(fmt: int, dim: int) -> int:
+    """Bytes of one stored row of `dim` values in the format `fmt`, as the compiled core counts them.
+
+    `fmt` is code | parameter << 8. 0: the format does not take this dim or parameter. KeyError: no such format here.
+    """
+    code, param = fmt & 255, fmt >> 8
+    if code not in (0, 2, 8, 9):
+        raise KeyError(fmt)
+    if param or dim < 1:
+        return 0
     if code == 8:
         return 4 * dim
     if code in (2, 9):
         return 2 * dim
-    if code == 0:
-        return dim + 4 * ((dim + INT8_GROUP - 1) // INT8_GROUP)
-    raise KeyError(code)
+    return dim + 4 * ((dim + INT8_GROUP - 1) // INT8_GROUP)

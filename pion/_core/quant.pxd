@@ -12,12 +12,14 @@ cdef extern from "quant.h" nogil:
         Q_REFUSED
         Q_UNSUPPORTED
         Q_GROUP
-    size_t q_row_bytes(int code, size_t dim)
-    int q_is_source(int code)
+    int q_code(int fmt)
+    size_t q_param(int fmt)
+    size_t q_row_bytes(int fmt, size_t dim)
+    int q_is_source(int fmt)
     int q_have_f16c()
-    int q_encode(int src_code, int dst_code, const void *src, void *dst, size_t rows, size_t dim, int64_t *bad_row)
+    int q_encode(int src_fmt, int dst_fmt, const void *src, void *dst, size_t rows, size_t dim, int64_t *bad_row)
     int q_encode_with(
-        int src_code, int dst_code, const void *src, void *dst, size_t rows, size_t dim, int64_t *bad_row, int f16c
+        int src_fmt, int dst_fmt, const void *src, void *dst, size_t rows, size_t dim, int64_t *bad_row, int f16c
     )
-    int q_decode(int code, const void *src, void *dst_f32, size_t rows, size_t dim)
-    int q_decode_with(int code, const void *src, void *dst_f32, size_t rows, size_t dim, int f16c)
+    int q_decode(int fmt, const void *src, void *dst_f32, size_t rows, size_t dim)
+    int q_decode_with(int fmt, const void *src, void *dst_f32, size_t rows, size_t dim, int f16c)

@@ -2,7 +2,19 @@ from typing import Final, TypeVar, overload
 
 from typing_extensions import Buffer
 
-__all__ = ["BF16", "FP16", "FP32", "GROUP", "INT8", "RefusedRowError", "decode", "encode", "has_f16c", "row_bytes"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "GROUP",
+    "INT8",
+    "RefusedRowError",
+    "decode",
+    "encode",
+    "has_f16c",
+    "pack_format",
+    "row_bytes",
+]
 
 _Out = TypeVar("_Out", bound=Buffer)
 
@@ -14,17 +26,18 @@ GROUP: Final = 32
 
 class RefusedRowError(ValueError):
     row: int
-    def __init__(self, row: int, code: int) -> None: ...
+    def __init__(self, row: int, fmt: int) -> None: ...
 
 def has_f16c() -> bool: ...
-def row_bytes(code: int, dim: int) -> int: ...
+def pack_format(code: int, param: int = 0) -> int: ...
+def row_bytes(fmt: int, dim: int) -> int: ...
 @overload
 def encode(
-    src_code: int, dst_code: int, data: Buffer, dim: int, *, out: None = None, portable: bool = False
+    src_fmt: int, dst_fmt: int, data: Buffer, dim: int, *, out: None = None, portable: bool = False
 ) -> bytearray: ...
 @overload
-def encode(src_code: int, dst_code: int, data: Buffer, dim: int, *, out: _Out, portable: bool = False) -> _Out: ...
+def encode(src_fmt: int, dst_fmt: int, data: Buffer, dim: int, *, out: _Out, portable: bool = False) -> _Out: ...
 @overload
-def decode(code: int, data: Buffer, dim: int, *, out: None = None, portable: bool = False) -> bytearray: ...
+def decode(fmt: int, data: Buffer, dim: int, *, out: None = None, portable: bool = False) -> bytearray: ...
 @overload
-def decode(code: int, data: Buffer, dim: int, *, out: _Out, portable: bool = False) -> _Out: ...
+def decode(fmt: int, data: Buffer, dim: int, *, out: _Out, portable: bool = False) -> _Out: ...

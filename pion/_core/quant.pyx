@@ -1,8 +1,9 @@
 # cython: language_level=3, freethreading_compatible=False, binding=True, embedsignature=True
 """Row formats: fp32, fp16, bf16 and int8 (affine, groups of 32), in both directions, on plain buffers.
 
-A format is named by the code that also stands on disk: INT8 0, FP16 2, FP32 8, BF16 9. The kernels are in quant.h, the
-readable twin is `pion.ref.quant`.
+A format is an int, code | parameter << 8 (`pack_format`). The code also stands on disk: INT8 0, FP16 2, FP32 8, BF16 9.
+These take no parameter, so the code alone is the format. The kernels are in quant.h and the q*.h files that it includes,
+the readable twin is `pion.ref.quant`.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -22,7 +23,8 @@ from pion._core.quant cimport (
     q_row_bytes,
 )
 
-__all__ = ["BF16", "FP16", "FP32", "GROUP", "INT8", "RefusedRowError", "decode", "encode", "has_f16c", "row_bytes"]
+__all__ = ["BF16", "FP16", "FP32", "GROUP", "INT8", "RefusedRowError", "decode", "encode", "has_f16c", "pack_format",
+           "row_bytes"]
 
 INT8 = Q_INT8
 FP16 = Q_FP16
@@ -33,12 +35,16 @@ GROUP = Q_GROUP
 _NAMES = {Q_INT8: "int8", Q_FP16: "fp16", Q_FP32: "fp32", Q_BF16: "bf16"}
 
 
+def _name(fmt: int) -> str:
+    return _NAMES.get(fmt & 255, f"format {fmt & 255}")
+
+
 class RefusedRowError(ValueError):
     """A value does not fit the wanted format. `row` is the first row (from 0) that holds such a value."""
 
-    def __init__(self, row: int, code: int) -> None:
-        limit = "finite bf16" if code == Q_BF16 else "65504"
-        super().__init__(f"row {row} holds a value beyond {limit}, which {_NAMES[code]} cannot keep")
+    def __init__(self, row: int, fmt: int) -> None:
+        limit = "finite bf16" if fmt == Q_BF16 else "65504"
+        super().__init__(f"row {row} holds a value beyond {limit}, which {_name(fmt)} cannot keep")
         self.row = row
 
 
@@ -47,26 +53,39 @@ def has_f16c() -> bool:
     return q_have_f16c() != 0
 
 
-def row_bytes(int code, Py_ssize_t dim) -> int:
-    """Bytes of one stored row of `dim` values. ValueError for a format not built or a dim below 1."""
+def pack_format(int code, int param=0) -> int:
+    """The format of a code and its parameter (0..65535). ValueError when either is out of range."""
+    if not 0 <= code <= 255 or not 0 <= param <= 65535:
+        raise ValueError(f"no format has the code {code} and the parameter {param}")
+    return code | param << 8
+
+
+def row_bytes(int fmt, Py_ssize_t dim) -> int:
+    """Bytes of one stored row of `dim` values. ValueError for a format not built, or a dim that it does not take."""
     if dim < 1 or dim > 1 << 24:
         raise ValueError(f"dim {dim} is not in 1..{1 << 24}")
-    cdef size_t size = q_row_bytes(code, <size_t> dim)
+    cdef size_t size = q_row_bytes(fmt, <size_t> dim)
     if size == 0:
-        raise ValueError(f"format {code} is not in this build")
+        _refuse_format(fmt, dim)
     return size
+
+
+cdef object _refuse_format(int fmt, Py_ssize_t dim):
+    if fmt < 0 or fmt & 255 not in _NAMES:
+        raise ValueError(f"format {fmt if fmt < 0 else fmt & 255} is not in this build")
+    raise ValueError(f"{_name(fmt)} takes no parameter, not {fmt >> 8}")
 
 
 cdef object _refuse_room(Py_ssize_t have, Py_ssize_t want):
     raise ValueError(f"out holds {have} bytes, {want} are needed")
 
 
-def encode(int src_code, int dst_code, data, Py_ssize_t dim, *, out=None, bint portable=False):
+def encode(int src_fmt, int dst_fmt, data, Py_ssize_t dim, *, out=None, bint portable=False):
     """Convert whole rows of fp32, fp16 or bf16 to a stored format.
 
     Args:
-        src_code: FP32, FP16 or BF16: what `data` holds.
-        dst_code: INT8, FP16, FP32 or BF16. The same code as `src_code` copies the words verbatim.
+        src_fmt: FP32, FP16 or BF16: what `data` holds.
+        dst_fmt: any format. The same as `src_fmt` copies the words verbatim.
         data: a contiguous buffer of whole rows, little-endian.
         dim: values of a row.
         out: a writable contiguous buffer of at least the result's size; without it a new bytearray is made.
@@ -82,14 +101,14 @@ def encode(int src_code, int dst_code, data, Py_ssize_t dim, *, out=None, bint p
     """
     cdef Py_buffer src
     cdef Py_buffer dst
-    cdef size_t width = row_bytes(src_code, dim)
-    cdef size_t stored = row_bytes(dst_code, dim)
+    cdef size_t width = row_bytes(src_fmt, dim)
+    cdef size_t stored = row_bytes(dst_fmt, dim)
     cdef size_t rows
     cdef int64_t bad_row = -1
     cdef int result
     cdef int f16c = not portable and q_have_f16c()
-    if not q_is_source(src_code):
-        raise ValueError(f"rows cannot be given as {_NAMES[src_code]}")
+    if not q_is_source(src_fmt):
+        raise ValueError(f"rows cannot be given as {_name(src_fmt)}")
     PyObject_GetBuffer(data, &src, PyBUF_SIMPLE)
     try:
         rows = <size_t> src.len // width
@@ -102,24 +121,24 @@ def encode(int src_code, int dst_code, data, Py_ssize_t dim, *, out=None, bint p
             if <size_t> dst.len < rows * stored:
                 _refuse_room(dst.len, rows * stored)
             with nogil:
-                result = q_encode_with(src_code, dst_code, src.buf, dst.buf, rows, <size_t> dim, &bad_row, f16c)
+                result = q_encode_with(src_fmt, dst_fmt, src.buf, dst.buf, rows, <size_t> dim, &bad_row, f16c)
         finally:
             PyBuffer_Release(&dst)
     finally:
         PyBuffer_Release(&src)
     if result == Q_REFUSED:
-        raise RefusedRowError(bad_row, dst_code)
+        raise RefusedRowError(bad_row, dst_fmt)
     return out
 
 
-def decode(int code, data, Py_ssize_t dim, *, out=None, bint portable=False):
+def decode(int fmt, data, Py_ssize_t dim, *, out=None, bint portable=False):
     """Stored rows of any built format to fp32 rows.
 
     Args, errors and result as in `encode`; every stored pattern decodes, NaN and infinities included.
     """
     cdef Py_buffer src
     cdef Py_buffer dst
-    cdef size_t stored = row_bytes(code, dim)
+    cdef size_t stored = row_bytes(fmt, dim)
     cdef size_t rows
     cdef int f16c = not portable and q_have_f16c()
     PyObject_GetBuffer(data, &src, PyBUF_SIMPLE)
@@ -134,7 +153,7 @@ def decode(int code, data, Py_ssize_t dim, *, out=None, bint portable=False):
             if <size_t> dst.len < rows * 4 * <size_t> dim:
                 _refuse_room(dst.len, rows * 4 * dim)
             with nogil:
-                q_decode_with(code, src.buf, dst.buf, rows, <size_t> dim, f16c)
+                q_decode_with(fmt, src.buf, dst.buf, rows, <size_t> dim, f16c)
         finally:
             PyBuffer_Release(&dst)
     finally:

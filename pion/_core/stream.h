@@ -121,7 +121,7 @@ typedef struct extent {
 typedef struct extents {
     _Atomic int refs;
     int nseg;
-    int decode;          /* STREAM_RAW or a format code */
+    int decode;          /* STREAM_RAW or a format */
     uint32_t dim;
     uint64_t row;        /* stored bytes of a row, when decoding */
     uint64_t total;      /* reply bytes */
@@ -357,7 +357,7 @@ typedef struct sink {
     int64_t offset;          /* of the next written byte */
     uint64_t want, got, written;
     uint64_t reserve;        /* disk blocks to ask for before the first write */
-    int conv;                /* STREAM_RAW or from << 8 | to */
+    int conv;                /* STREAM_RAW or from << 24 | to (a format takes 24 bits) */
     uint32_t dim;
     uint64_t row_in, row_out;
     uint32_t crc;
@@ -379,8 +379,8 @@ static inline sink *sink_new(fdref *ref, int64_t offset, uint64_t want, int conv
     s->crc = crc;
     s->bad_row = -1;
     if (conv != STREAM_RAW) {
-        s->row_in = q_row_bytes(conv >> 8, dim);
-        s->row_out = q_row_bytes(conv & 255, dim);
+        s->row_in = q_row_bytes(conv >> 24, dim);
+        s->row_out = q_row_bytes(conv & 0xffffff, dim);
     }
     return s;
 }
@@ -423,7 +423,7 @@ static inline void sink__rows(sink *s, const char *p, size_t rows, scratch *t) {
     while (rows && !s->error && s->bad_row < 0) {
         size_t n = rows < step ? rows : step;
         int64_t bad;
-        int rc = q_encode(s->conv >> 8, s->conv & 255, p, t->out, n, s->dim, &bad);
+        int rc = q_encode(s->conv >> 24, s->conv & 0xffffff, p, t->out, n, s->dim, &bad);
         if (rc == Q_REFUSED) s->bad_row = s->rows + bad;
         else if (rc != Q_OK) s->error = EINVAL;
         if (rc != Q_OK) return;

@@ -51,15 +51,15 @@ cdef extern from *:
 
 
 RAW = CONV_RAW = STREAM_RAW
-CONV_F32_F16 = Q_FP32 << 8 | Q_FP16
-CONV_F32_BF16 = Q_FP32 << 8 | Q_BF16
-CONV_F32_INT8 = Q_FP32 << 8 | Q_INT8
-CONV_F16_F32 = Q_FP16 << 8 | Q_FP32
-CONV_F16_BF16 = Q_FP16 << 8 | Q_BF16
-CONV_F16_INT8 = Q_FP16 << 8 | Q_INT8
-CONV_BF16_F32 = Q_BF16 << 8 | Q_FP32
-CONV_BF16_F16 = Q_BF16 << 8 | Q_FP16
-CONV_BF16_INT8 = Q_BF16 << 8 | Q_INT8
+CONV_F32_F16 = Q_FP32 << 24 | Q_FP16
+CONV_F32_BF16 = Q_FP32 << 24 | Q_BF16
+CONV_F32_INT8 = Q_FP32 << 24 | Q_INT8
+CONV_F16_F32 = Q_FP16 << 24 | Q_FP32
+CONV_F16_BF16 = Q_FP16 << 24 | Q_BF16
+CONV_F16_INT8 = Q_FP16 << 24 | Q_INT8
+CONV_BF16_F32 = Q_BF16 << 24 | Q_FP32
+CONV_BF16_F16 = Q_BF16 << 24 | Q_FP16
+CONV_BF16_INT8 = Q_BF16 << 24 | Q_INT8
 
 # Last closes and unlinks of the whole process. Two threads: one slow close must not hold up every other. Its only state
 # is the queue, and it starts no thread before the first job.
@@ -142,7 +142,7 @@ cdef class Extents:
 
     Args:
         segments: (FdRef or None, offset, nbytes) in reply order. None stands for nbytes zeros. nbytes are stored bytes.
-        decode: RAW, or the format code the rows are stored in; they are then answered as FP32.
+        decode: RAW, or the format the rows are stored in (code | param << 8); they are then answered as FP32.
         dim: values per row (decode only).
 
     Raises:
@@ -233,7 +233,7 @@ cdef class Sink:
         fdref: the file, or None to drop the bytes.
         offset: where the first byte is written.
         nbytes: length of the body as it arrives.
-        convert: CONV_RAW, or from_code << 8 | to_code.
+        convert: CONV_RAW, or from_format << 24 | to_format.
         dim: values per row (conversions only).
         crc_seed: start value of `crc`.
         reserve: disk blocks, in bytes from `offset` on, to ask for before the first write; failure is ignored.
@@ -247,15 +247,15 @@ cdef class Sink:
 
     def __cinit__(self, FdRef fdref, offset, nbytes, *, int convert=STREAM_RAW, Py_ssize_t dim=0, uint32_t crc_seed=0,
                   uint64_t reserve=0, **kwargs):
-        cdef int source = convert >> 8, target = convert & 255
+        cdef int source = convert >> 24, target = convert & 0xffffff
         cdef size_t row_in
         if not 0 <= offset <= INT64_MAX or not 0 <= nbytes <= INT64_MAX - offset:
             raise ValueError("offset or length out of range")
         if convert != STREAM_RAW:
-            if not q_is_source(source) or q_row_bytes(target, 1) == 0:
-                raise ValueError(f"no conversion from format {source} to {target}")
             if dim <= 0 or dim > 1 << 24:
                 raise ValueError(f"{dim} values per row")
+            if not q_is_source(source) or q_row_bytes(target, dim) == 0:
+                raise ValueError(f"no conversion from format {source} to {target}, {dim} values per row")
             row_in = q_row_bytes(source, dim)
             if nbytes % row_in:
                 raise ValueError(f"{nbytes} bytes are not whole rows of {row_in}")

@@ -199,7 +199,7 @@ def open_write(
         if nbytes == 4 * about.dim * count:
             source = F32
             if about.fmt != F32:
-                convert, crc_dim = F32 << 8 | about.fmt, about.dim
+                convert, crc_dim = F32 << 24 | about.fmt, about.dim
     room = framing.align_up(max(payload_len, nbytes if convert == CONV_RAW else 0))
     at = entry.size
     align = vstore.BIG_ALIGN if room >= vstore.BIG_FROM else framing.ALIGN

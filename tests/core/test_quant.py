@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from pion import limits
 from pion._core import quant
 from pion.ref import quant as ref
 
@@ -269,7 +270,21 @@ def test_sizes_and_codes_are_checked() -> None:
     assert quant.encode(FP32, INT8, b"", 32) == b""
 
 
+def test_formats_carry_a_parameter() -> None:
+    assert [quant.pack_format(INT8), quant.pack_format(1, 128)] == [0, 1 | 128 << 8]
+    for code, param in ((-1, 0), (256, 0), (0, -1), (0, 65536)):
+        with pytest.raises(ValueError, match="no format has"):
+            quant.pack_format(code, param)
+    for code in TARGETS:
+        with pytest.raises(ValueError, match=f"{NAMES[code]} takes no parameter, not 3"):
+            quant.row_bytes(quant.pack_format(code, 3), 32)
+    with pytest.raises(ValueError, match="format -1 is not"):
+        quant.row_bytes(-1, 32)
+
+
 def test_constants_agree_with_the_twin() -> None:
     assert (quant.INT8, quant.FP16, quant.FP32, quant.BF16) == (ref.INT8, ref.FP16, ref.FP32, ref.BF16)
     assert quant.GROUP == ref.GROUP == 32
-    assert all(quant.row_bytes(code, dim) == ref.row_bytes(code, dim) for code in TARGETS for dim in DIMS)
+    for code in TARGETS:
+        for dim in DIMS:
+            assert quant.row_bytes(code, dim) == ref.row_bytes(code, dim) == limits.row_bytes(code, dim)

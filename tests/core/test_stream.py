@@ -245,7 +245,7 @@ def test_sink_reports_a_full_disk(tmp_path):
 
 
 def test_sink_refuses_bad_arguments():
-    for kwargs in ({"convert": 77 << 8 | FP16, "dim": 4}, {"convert": FP32 << 8 | 77, "dim": 4}):
+    for kwargs in ({"convert": 77 << 24 | FP16, "dim": 4}, {"convert": FP32 << 24 | 77, "dim": 4}):
         with pytest.raises(ValueError, match="no conversion"):
             Sink(None, 0, 16, **kwargs)
     with pytest.raises(ValueError, match="whole rows"):
