@@ -140,7 +140,7 @@ class Disk:
         """Write one possible outcome.
 
         Args:
-            variant: 0 = nothing that was not synced; 1 = all names, file lengths too, but no data (zeros instead); 2 = a
+            variant: 0 = nothing that was not synced; 1 = all names, file lengths too, but zeros instead of data; 2 = a
                 random part of everything: names up to some moment, each sector or not.
         """
         rng = random.Random(seed)
@@ -157,7 +157,9 @@ class Disk:
             content = bytearray(self.files[inode].safe)
             for offset, data in self.files[inode].pending:
                 if variant == 1:
-                    _apply(content, offset, None if data is None else bytes(len(data)) if offset >= len(content) else b"")
+                    _apply(
+                        content, offset, None if data is None else bytes(len(data)) if offset >= len(content) else b""
+                    )
                 elif variant == 2:
                     _tear(content, offset, data, rng)
             (root / path).write_bytes(content)

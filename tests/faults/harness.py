@@ -126,5 +126,7 @@ def power_cuts(runner: Runner, folder: Path, steps: list[Step], calls: list[disk
         for variant in range(3):
             shutil.rmtree(cut, ignore_errors=True)
             state.after_power_cut(cut, variant, number * 3 + variant)
-            problems += check(runner, cut, model, f"power cut {variant} after call {number} ({call.op} {call.path})", power_cut=True)
+            problems += check(
+                runner, cut, model, f"power cut {variant} after call {number} ({call.op} {call.path})", power_cut=True
+            )
     return problems

@@ -1,8 +1,8 @@
 """Random histories of a store, and what may be left of them: the model the faults are compared with.
 
-A prefix is a *generation*: a format and, for every row, the values it may have. A step that was acknowledged happened; one
-that answered an error, or was running when the process ended, may have happened. `now` is what a start may find after a
-stop, `since` what it may find after a power cut: everything that was possible since the last COMMIT or SAVE.
+A prefix is a *generation*: a format and, for every row, the values it may have. A step that was acknowledged happened;
+one that answered an error, or was running when the process ended, may have happened. `now` is what a start may find
+after a stop, `since` what it may find after a power cut: everything that was possible since the last COMMIT or SAVE.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _register(name: str, number: int, fmt: str) -> Step:
         fresh = {number: Generation(number, FORMATS[fmt])}
         thing.now = fresh if acked else {**thing.now, **fresh}
 
-    frame = command("KV.PREFIX.REGISTER", name, DIM, fmt, "ROWS", ROWS, "LAYERS", 1, "DIGEST", f"{number:04x}", "REPLACE")
+    frame = command(
+        "KV.PREFIX.REGISTER", name, DIM, fmt, "ROWS", ROWS, "LAYERS", 1, "DIGEST", f"{number:04x}", "REPLACE"
+    )
     return Step(f"REGISTER {name} {fmt}", frame, effect)
 
 

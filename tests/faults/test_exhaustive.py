@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults import disk
 from tests.faults.harness import FAIL, FULL, SHORT, STOP, Runner, build, check, model_of, power_cuts
-from tests.faults.history import Step, random_history, twelve
+from tests.faults.history import Step, twelve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shim replaces functions of glibc")
 
@@ -50,7 +50,9 @@ def every_call(runner: Runner, folder: Path, steps: list[Step], policy: str, mod
 
 
 @pytest.mark.parametrize("policy", ["everysec", "always"])
-def test_every_call_of_twelve_steps(runner: Runner, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_call_of_twelve_steps(
+    runner: Runner, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     points, problems = every_call(runner, tmp_path, twelve(), policy, list(MODES))
     with capsys.disabled():
         print(f"\n{points} fault points with appendfsync {policy}")
@@ -58,7 +60,9 @@ def test_every_call_of_twelve_steps(runner: Runner, tmp_path: Path, policy: str,
 
 
 @pytest.mark.parametrize("policy", ["everysec", "always"])
-def test_every_power_cut_of_twelve_steps(runner: Runner, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_power_cut_of_twelve_steps(
+    runner: Runner, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps, log = twelve(), tmp_path / "log"
     played = runner.play(tmp_path / "data", steps, policy=policy, log=str(log), close=True)
     calls = list(disk.read_log(log))
