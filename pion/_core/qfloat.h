@@ -109,6 +109,12 @@ static inline uint32_t q_half_up(float value) {
     return half + (q_float(q_half_to(half)) < value);
 }
 
+/* For values decoded with a scale: what was encoded from fp16 fits fp16 again. NaN passes. */
+static inline float q_within_half(float value) {
+    value = value > 65504.0f ? 65504.0f : value;
+    return value < -65504.0f ? -65504.0f : value;
+}
+
 /* ---- flat kernels: n values; those that narrow answer nonzero when a finite value does not fit ----------------- */
 
 Q_CLONES static void q_fp16_to_fp32_plain(const uint8_t *src, uint8_t *dst, size_t n) {

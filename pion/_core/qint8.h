@@ -1,5 +1,5 @@
 /* int8 rows: `dim` codes, then one (fp16 scale, fp16 min) pair for each group of 32 values, the last group possibly
- * shorter; a value is min + scale * code.
+ * shorter; a value is min + scale * code, kept within +-65504 (the rounded scale could carry the largest past that).
  */
 #ifndef PION_QINT8_H
 #define PION_QINT8_H
@@ -73,9 +73,10 @@ Q_CLONES static void q_int8_row_to_fp32(const uint8_t *row, uint8_t *dst, size_t
         size_t stop = dim - start < Q_GROUP ? dim : start + Q_GROUP;
         if (stop - start == Q_GROUP) {
             for (size_t i = 0; i < Q_GROUP; i++)
-                q_store32(dst + 4 * (start + i), q_bits(min + scale * (float)row[start + i]));
+                q_store32(dst + 4 * (start + i), q_bits(q_within_half(min + scale * (float)row[start + i])));
         } else {
-            for (size_t i = start; i < stop; i++) q_store32(dst + 4 * i, q_bits(min + scale * (float)row[i]));
+            for (size_t i = start; i < stop; i++)
+                q_store32(dst + 4 * i, q_bits(q_within_half(min + scale * (float)row[i])));
         }
     }
 }
