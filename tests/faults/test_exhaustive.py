@@ -14,7 +14,10 @@ from tests.faults import disk
 from tests.faults.harness import FAIL, FULL, SHORT, STOP, Runner, build, check, model_of, power_cuts
 from tests.faults.history import Step, twelve
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shim replaces functions of glibc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the shim replaces functions of glibc"),
+    pytest.mark.timeout(900),
+]
 
 MODES = {
     "stop": (STOP, 0),
@@ -49,6 +52,7 @@ def every_call(runner: Runner, folder: Path, steps: list[Step], policy: str, mod
     return points, problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["everysec", "always"])
 def test_every_call_of_twelve_steps(
     runner: Runner, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
@@ -59,6 +63,7 @@ def test_every_call_of_twelve_steps(
     assert not problems, "\n".join(problems[:40])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["everysec", "always"])
 def test_every_power_cut_of_twelve_steps(
     runner: Runner, tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
