@@ -76,6 +76,8 @@ def new_cache(model: Any) -> list[Any]:
         PionMlxCompatError: the model keeps its state in other classes; the text names them.
     """
     _, module = _mlx()
+    if not callable(model):
+        raise TypeError(f"a loaded mlx-lm model is needed, not {type(model).__name__}: model, tok = mlx_lm.load(...)")
     cache = list(module.make_prompt_cache(model))
     strange = Counter(type(layer).__name__ for layer in cache if type(layer) is not module.KVCache)
     if strange or not cache:

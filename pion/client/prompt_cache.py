@@ -169,6 +169,11 @@ class PionPromptCache:
         ids = token_array(prefix_token_ids)
         if not ids.size:
             raise ValueError("the prefix has no tokens")
+        vocabulary = getattr(getattr(self.model, "args", None), "vocab_size", None)
+        if isinstance(vocabulary, int) and ids.max() >= vocabulary:  # mlx would read beyond the embeddings
+            raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
+        if not isinstance(namespace, str):
+            raise TypeError(f"a namespace is a str, not {type(namespace).__name__}; make_namespace() makes one")
         if not 1 <= len(namespace.encode()) <= MAX_NAMESPACE:
             raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
         digest = prefix_digest(model_identity(self.model), ids)
@@ -257,6 +262,10 @@ class PionPromptCache:
             "outages": self.outages,
             "store_errors": self.store_errors,
         }
+
+    def __repr__(self) -> str:
+        model = "no model" if self.model is None else type(self.model).__module__.rpartition(".")[2]
+        return f"<PionPromptCache {model}, {self.vquant}, {self.address}>"
 
     def close(self) -> None:
         """Wait for a background store and close the connections. The object cannot be used afterwards."""

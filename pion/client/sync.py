@@ -41,7 +41,8 @@ class Client:
         max_connections: connections open at the same time at most.
 
     Raises:
-        ValueError: a malformed URL or contradicting arguments. The server is not contacted yet.
+        ValueError: a malformed URL, or arguments that exclude each other (TLS on a Unix socket). What an argument says
+            wins over the URL. The server is not contacted yet.
 
     Error handling:
         Every call may raise ``CommandError`` (the server refused; subclasses by kind), ``ConnectionLostError`` (a

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from pion._core.buffers import BufferPool
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
-from pion.client.errors import IncompleteError, PrefixMissError
+from pion.client.errors import IncompleteError, PrefixMissError, reply_error
 from pion.errors import MismatchError
-from pion.wire.resp import Part
+from pion.wire.resp import Part, ReplyError
 
 __all__ = ["KV", "Array", "fetch", "lookup", "store"]
 
@@ -70,6 +70,8 @@ def layers_of(tensor: Layers, what: str) -> list[Array]:
         ValueError: another rank, no layer, no token, or layers that differ in shape.
         TypeError: not numpy arrays.
     """
+    if not hasattr(tensor, "__iter__"):
+        raise TypeError(f"{what} must be numpy arrays, not {type(tensor).__name__}")
     layers = list(tensor)
     if not layers:
         raise ValueError(f"{what} has no layers")
@@ -106,6 +108,7 @@ def store(
     replace: bool = False,
 ) -> Steps[None]:
     """Register a prefix and store all its rows; see ``Client.store``."""
+    sids = _sids(ns)
     sides = layers_of(k, "k"), layers_of(v, "v")
     if sides[0][0].shape != sides[1][0].shape or len(sides[0]) != len(sides[1]):
         raise ValueError(
@@ -130,16 +133,22 @@ def store(
     if replace:
         command.append("REPLACE")
     # On its own: rows sent behind a refused REGISTER would land in the entry that is there.
-    (reply,) = yield Flight([command])
+    asked: list[Command] = [command] if digest is not None else [command, ["V.INFO", sids[0]]]
+    reply, *info = yield Flight(asked)
     expect_ok(reply, "KV.PREFIX.REGISTER")
+    if info and isinstance(info[0], bytes) and b"\r\ndigest:" in info[0]:
+        held = info[0].partition(b"\r\ndigest:")[2].partition(b"\r\n")[0].decode()
+        raise MismatchError(f"MISMATCH prefix {_text(ns)!r} is stored with the digest {held}, none was given")
 
     def rows() -> Iterator[Command]:
         for index in range(len(sides[0])):
-            for sid, side in zip(_sids(ns), sides, strict=True):
+            for sid, side in zip(sids, sides, strict=True):
                 data = rows_of(side[index]).data
                 yield "V.STOREBATCH", sid, index, 0, tokens, data, "FMT", _WIRE[name]
 
-    for reply in (yield Flight(rows())):
+    for number, reply in enumerate((yield Flight(rows()))):
+        if isinstance(reply, ReplyError):
+            raise reply_error(f"{reply} (layer {number // 2} of {'KV'[number % 2]}, prefix {_text(ns)!r})")
         expect_ok(reply, "V.STOREBATCH")
 
 
@@ -305,6 +314,8 @@ def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> Shape:
 
 
 def _sids(ns: str | bytes) -> tuple[bytes, bytes]:
+    if not isinstance(ns, str | bytes):
+        raise TypeError(f"a namespace is str or bytes, not {type(ns).__name__}")
     name = ns.encode() if isinstance(ns, str) else ns
     return name + b"_pk", name + b"_pv"
 

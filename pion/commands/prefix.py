@@ -23,6 +23,8 @@ MAX_TOKENS: Final = 100_000_000
 LIST_COUNT: Final = 100
 LIST_COUNT_MAX: Final = 10_000
 _CURSOR: Final = re.compile(rb"0|[1-9][0-9]{0,19}")
+_OWN_NAMES: Final = (b"kv", b"blob", b"quarantine")  # of the data directory, beside pion.*
+_NAME_MAX: Final = 250  # a file system's 255, less the suffix of an unfinished copy
 _WORKER: Final = b"0"  # one process, one coherent keyspace: every prefix lives on worker 0
 
 
@@ -264,6 +266,11 @@ def _relative_path(raw: bytes) -> str:
             "ERR KV.PREFIX.SAVE: path must be relative to the data directory "
             "(no leading '/', no '..', no control bytes)"
         )
+    first = parts[0]
+    if first in (b".", b"", *_OWN_NAMES) or first.startswith(b"pion."):
+        raise CommandError(f"ERR KV.PREFIX.SAVE: '{args.text(first)}' is a name the data directory uses itself")
+    if any(len(part) > _NAME_MAX for part in parts):
+        raise CommandError(f"ERR KV.PREFIX.SAVE: a name in the path is longer than {_NAME_MAX} bytes")
     return args.text(raw)
 
 

@@ -18,6 +18,11 @@ from pion.store.ledger import Ledger
 from pion.store.store import Store
 
 
+def _unsaid(entry: Entry, declared: Declared) -> bool:
+    """Whether the entry holds what a digest names and the call names none."""
+    return entry.declared.digest is not None and declared.digest is None
+
+
 class Prefixes:
     """The prefix commands on a store. Every method takes the store's lock.
 
@@ -52,7 +57,7 @@ class Prefixes:
         about = Side(kv_dim, fmt)
         with store.lock:
             entry = self._find(ns)
-            if entry is None or (replacing and self._differences(entry, about, declared)):
+            if entry is None or (replacing and (self._differences(entry, about, declared) or _unsaid(entry, declared))):
                 entry = self._make(ns, about, blocks, declared, entry)
             else:
                 self._confirm(entry, about, blocks, declared)
@@ -105,10 +110,11 @@ class Prefixes:
                     names = limits.FORMAT_NAMES
                     out.append(f"format ({names[side.fmt]}, not {names[about.fmt]})")
                 break
+        words = {"rows": "number of rows", "layers": "number of layers", "heads": "number of heads"}
         for name in ("rows", "layers", "digest", "heads", "head_dim", "rope"):
             asked, held = getattr(declared, name), getattr(entry.declared, name)
             if asked is not None and asked != held and (held is not None or entry.row_count):
-                out.append(f"{name} ({'none' if held is None else held}, not {asked})")
+                out.append(f"{words.get(name, name)} ({'none' if held is None else held}, not {asked})")
         return ", ".join(out)
 
     # --- lookup -----------------------------------------------------------------------------------------------------
