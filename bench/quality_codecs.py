@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pion._core import quant
+from pion._core import quant, quantkeys
 
 F32 = NDArray[np.float32]
 
@@ -88,15 +88,13 @@ def _whole(rows: F32, code: int) -> tuple[F32, int]:
 
 def _keys(layer: Layer, code: int) -> tuple[F32, int]:
     """The key form: groups of 64 positions; rows before the first whole group and behind the last stay in fp16."""
-    from pion._core import quantkeys
-
     n, dim = layer.rows.shape
     start = min(n, -layer.first % GROUP)
     end = start + (n - start) // GROUP * GROUP
     loose = [_whole(layer.rows[part], quant.FP16) for part in (slice(0, start), slice(end, n))]
     middle, size = layer.rows[start:end], 0
     if end > start:
-        fmt, first = quantkeys.pack_format(code, layer.head), layer.first + start
+        fmt, first = quant.pack_format(code, layer.head), layer.first + start
         stored = quantkeys.encode_keys(quant.FP32, fmt, np.ascontiguousarray(middle), dim, first, layer.theta)
         size = len(stored)
         decoded = quantkeys.decode_keys(fmt, stored, dim, first, layer.theta)
@@ -122,15 +120,6 @@ def through(layer: Layer, fmt: str, *, keys: bool) -> tuple[F32, int]:
     if keys and name == fmt:
         return _keys(layer, code + KEY_FORM)
     return _whole(layer.rows, quant.pack_format(code, layer.head))
-
-
-def available(fmt: str, *, keys: bool) -> bool:
-    """Whether this build of the core has the format."""
-    layer = Layer(np.ones((GROUP, 64), np.float32), 64, 0, 1e4)
-    try:
-        return through(layer, fmt, keys=keys)[1] > 0
-    except (ValueError, AttributeError, ImportError):
-        return False
 
 
 def digest(arrays: Sequence[F32]) -> list[str]:

@@ -159,7 +159,8 @@ def _guidance(found: dict[str, Any]) -> Iterator[str]:
     yield "## Which one to take"
     yield ""
     sizes = " and ".join(model["title"] for model in found.values())
-    yield f"By the worst figures of {sizes}, smallest format first. Larger models were not measured: check yours."
+    yield f"By the worst figures of {sizes}, smallest format first."
+    yield "Larger models were not measured: check yours."
     yield ""
     yield "| what to expect | K/V (bits per value, agreement, KL) |"
     yield "|---|---|"
@@ -206,9 +207,9 @@ def markdown(found: dict[str, Any]) -> str:
 
 # ---- the plot ---------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 470, 400, 62, 44, 24
+WIDTH, HEIGHT, LEFT, TOP, GAP = 490, 460, 62, 44, 24
 BITS: Final = (2.0, 18.0)
-DECADES: Final = (-7, 1)
+DECADES: Final = (-7, 0)
 INK, GRID, DOTS = "#333333", "#dddddd", ("#1f6fb2", "#c2571a")
 
 
@@ -239,24 +240,32 @@ def _panel(model: dict[str, Any], colour: str) -> Iterator[str]:
         yield _text(_x(bits), bottom + 16, str(bits), anchor="middle")
     yield _text((LEFT + right) / 2, bottom + 36, "stored bits per value", anchor="middle")
     yield _text(LEFT, TOP - 4, "mean KL divergence of the next token, nats", size=10)
-    taken: list[tuple[float, float, float]] = []
-    for name, f in sorted(model["splits"].items(), key=lambda item: (item[1]["bits_per_value"], -item[1]["kl"])):
-        x, y = _x(f["bits_per_value"]), _y(f["kl"])
-        long = 5.2 * len(name)
-        left = x + 6 + long > right  # no room on the right
-        start, place = (x - 6 - long, y + 3) if left else (x + 6, y + 3)
-        moves = (place + step * sign for step in range(0, 120, 3) for sign in (1, -1))
-        place = next(
-            move
-            for move in moves
-            if TOP < move < bottom and all(abs(move - b) > 10 or start + long < a or start > c for a, b, c in taken)
-        )
-        taken.append((start, place, start + long))
-        edge = start + long if left else start
+    dots = {name: (_x(f["bits_per_value"]), _y(f["kl"])) for name, f in model["splits"].items()}
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots.values()]
+    for name, (x, y) in sorted(dots.items(), key=lambda item: item[1]):
+        box = next(_places(x, y, 5.6 * len(name), boxes))
+        boxes.append(box)
+        edge, anchor = (box[0], "start") if box[0] > x else (box[2], "end")
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>'
-        if abs(place - y - 3) > 6:
-            yield f'<path d="M{x:.1f} {y:.1f}L{edge:.1f} {place - 3:.1f}" stroke="{colour}" stroke-width="0.6"/>'
-        yield _text(edge, place, name, size=10, anchor="end" if left else "start")
+        if abs(box[3] - 4 - y) > 6:
+            yield f'<path d="M{x:.1f} {y:.1f}L{edge:.1f} {box[3] - 4:.1f}" stroke="{colour}" stroke-width="0.5"/>'
+        yield _text(edge, box[3] - 1, name, size=10, anchor=anchor)
+
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def _places(x: float, y: float, width: float, taken: list[Box]) -> Iterator[Box]:
+    """Where a label of this width may stand beside a dot, nearest first."""
+    for step in range(0, 400, 2):
+        for middle in (y - step, y + step):
+            for left in (x + 7, x - 7 - width):
+                box = (left, middle - 5, left + width, middle + 5)
+                inside = left > LEFT and box[2] < WIDTH - 4 and box[1] > TOP and box[3] < HEIGHT - 48
+                apart = all(box[0] > c or box[2] < a or box[1] > d or box[3] < b for a, b, c, d in taken)
+                if inside and apart:
+                    yield box
+    yield (x + 7, y - 5, x + 7 + width, y + 5)
 
 
 def svg(found: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ USES: dict[str, tuple[str, ...]] = {
     "auth": ("errors",),
     "commands": ("store", "attention", "wire", "auth"),
     "net": ("commands", "wire", "auth", "config"),
-    "client": ("wire",),
+    "client": ("wire", "metal_kernels"),
     "serve": ("client",),
 }
 # These stand above all others: they may use everything, and no layer may use them.

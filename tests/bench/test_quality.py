@@ -13,7 +13,7 @@ import pytest
 
 from bench import quality, quality_codecs, quality_metrics, quality_models, quality_prompts, quality_report
 from bench.quality_codecs import Layer, Split
-from pion._core import quant
+from pion._core import quant, quantkeys
 from tests.support import models
 
 rng = np.random.default_rng(5)
@@ -91,8 +91,6 @@ def test_splits_are_read_and_written_back() -> None:
 
 @pytest.mark.parametrize("fmt", quality_codecs.CODES)
 def test_bytes_are_those_of_the_format(fmt: str) -> None:
-    if not quality_codecs.available(fmt, keys=False):
-        pytest.skip(f"{fmt} is not in this build")
     rows = rng.standard_normal((7, 192)).astype(np.float32)
     decoded, size = quality_codecs.through(Layer(rows, 64, 0, 1e4), fmt, keys=False)
     code = quality_codecs.CODES[fmt]
@@ -106,10 +104,6 @@ def test_bytes_are_those_of_the_format(fmt: str) -> None:
 
 @pytest.mark.parametrize("first", [0, 40, 64])
 def test_key_groups_leave_loose_rows_in_fp16(first: int) -> None:
-    if not quality_codecs.available("turbo4", keys=True):
-        pytest.skip("the key forms are not in this build")
-    from pion._core import quantkeys
-
     rows = rng.standard_normal((200, 128)).astype(np.float32)
     decoded, size = quality_codecs.through(Layer(rows, 64, first, 1e4), "turbo4", keys=True)
     positions = np.arange(first, first + 200)
@@ -117,7 +111,7 @@ def test_key_groups_leave_loose_rows_in_fp16(first: int) -> None:
     loose = ~np.isin(positions // 64, groups)
     np.testing.assert_array_equal(decoded[loose], rows[loose].astype(np.float16))
     assert not np.array_equal(decoded[~loose], rows[~loose].astype(np.float16))
-    per_group = quantkeys.block_bytes(quantkeys.pack_format(quantkeys.KTURBO4, 64), 128)
+    per_group = quantkeys.block_bytes(quant.pack_format(quantkeys.KTURBO4, 64), 128)
     assert size == len(groups) * per_group + 2 * 128 * int(loose.sum())
 
 
@@ -203,6 +197,29 @@ def test_a_free_run_is_the_models_own(tmp_path: Path) -> None:
     for run, _, side in runs:
         alone = subject.greedy(subject.restore(prefix, [(k.rows, side.rows)]), [suffix], 12)[0]
         assert run["free"] == alone != prefix.answer
+
+
+def test_sliding_windows_are_kept_and_restored() -> None:
+    """Continuing on restored rows is continuing on the model's own cache, also where only the last rows are left."""
+    subject = Tiny()
+    import mlx.core as mx
+    from mlx_lm.models import gemma3_text
+
+    args = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "num_attention_heads": 4}
+    args |= {"head_dim": 8, "num_key_value_heads": 1, "vocab_size": 96, "query_pre_attn_scalar": 8}
+    args |= {"sliding_window": 16, "sliding_window_pattern": 3}
+    subject.model = model = gemma3_text.Model(gemma3_text.ModelArgs(model_type="gemma3_text", **args))
+    subject.thetas = [1e4, 1e4, 1e6]
+    ids, text = list(range(2, 42)), [50, 51, 52, 53]
+    prefix = subject.prefill(ids, text[:1])
+    assert [(x.first, len(x.rows)) for x in prefix.k] == [(24, 16), (24, 16), (0, 40)]
+
+    own = model.make_cache()
+    model(mx.array([ids]), cache=own)
+    want = np.array(model(mx.array([text]), cache=own))[0]
+    prefix.answer = [*text[1:], 0]
+    got = subject.logits(subject.restore(prefix, [([x.rows for x in prefix.k], [x.rows for x in prefix.v])]), prefix)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_a_kept_prefix_is_read_back_whole(tmp_path: Path) -> None:

@@ -1,0 +1,286 @@
+// Enough of <metal_stdlib> to compile the body of a Metal kernel with g++ and run it on the CPU.
+//
+// Each thread of a threadgroup is a fiber (ucontext) on one OS thread; a fiber runs until it meets a barrier or a SIMD
+// operation, then the next one's turn comes, in an order that the caller chooses: forward, reverse, or shuffled anew in
+// each round. A result that depends on the order is a missing barrier. Reported are: barriers that not all threads reach or
+// that they reach at different lines, and indices outside a buffer. Threadgroup memory is filled with NaN for each
+// threadgroup. Everything lives in one translation unit per library, so there are no inline variables (C++14, like MSL).
+#pragma once
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+using uint = unsigned;
+using ushort = uint16_t;
+using uchar = uint8_t;
+using half = _Float16;
+
+template <class To, class From>
+static To as_type(From from) {
+    static_assert(sizeof(To) == sizeof(From), "as_type: sizes differ");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// As MLX's own: a float that is rounded to its upper half.
+struct bfloat16_t {
+    uint16_t word;
+    bfloat16_t() = default;
+    explicit bfloat16_t(float value) {
+        uint bits = as_type<uint>(value);
+        word = value != value ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    operator float() const { return as_type<float>(uint(word) << 16); }
+};
+
+struct uint3 {
+    uint x, y, z;
+};
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+
+namespace emu {
+
+constexpr uint SIMD = 32;
+constexpr uint MOST_THREADS = 1024;
+constexpr size_t STACK = 64 << 10;
+constexpr size_t MOST_SHARED = 64 << 10;
+
+struct Fiber {
+    ucontext_t context;
+    bool done;
+    uint group;      // what it waits in: 0 = nothing, 1 = the threadgroup, 2 + i = SIMD group i
+    long generation; // of that group when it began to wait
+    int line;
+    const char *what;
+};
+
+static Fiber fibers[MOST_THREADS];
+static char *stacks;
+static ucontext_t scheduler;
+static uint current, alive;
+static long progress; // arrivals and ends, to see that a round brought none
+static uint3 group_index, group_size, dispatched;
+static uint arrived[2 + MOST_THREADS / SIMD];
+static long generation[2 + MOST_THREADS / SIMD];
+static double slots[MOST_THREADS];
+static void (*run_body)(void *);
+static void *run_argument;
+static bool failed;
+static char message[512];
+static unsigned char shared[MOST_SHARED];
+static size_t shared_used, shared_most; // of the running threadgroup; of any since the library was loaded
+
+static uint thread_count() { return group_size.x * group_size.y * group_size.z; }
+
+// Give up: the scheduler ends the run and `message` says why.
+template <class... Args>
+[[noreturn]] static void fail(const char *format, Args... args) {
+    failed = true;
+    snprintf(message, sizeof message, format, args...);
+    swapcontext(&fibers[current].context, &scheduler);
+    abort(); // never resumed
+}
+
+// A buffer that knows its size.
+template <class T>
+struct Span {
+    T *data;
+    size_t size;
+    const char *name;
+    T &operator[](size_t i) const {
+        if (i >= size) fail("thread %u: %s[%zu], it has %zu elements", current, name, i, size);
+        return data[i];
+    }
+};
+
+// ---- threadgroup memory: `threadgroup T name[n];` becomes a reference to one of these, the same for all threads --------
+
+template <class T, size_t N>
+struct Shared {
+    T values[N];
+};
+
+static size_t shared_offsets[16];
+
+template <class T, size_t N>
+static T (&share(uint which))[N] {
+    if (shared_offsets[which] == size_t(-1)) { // the first thread to get here
+        size_t start = (shared_used + 15) / 16 * 16;
+        if (start + sizeof(T) * N > MOST_SHARED) fail("more than %zu bytes of threadgroup memory", MOST_SHARED);
+        shared_offsets[which] = start;
+        shared_used = start + sizeof(T) * N;
+        if (shared_used > shared_most) shared_most = shared_used;
+    }
+    return reinterpret_cast<Shared<T, N> *>(shared + shared_offsets[which])->values;
+}
+
+// ---- meeting points ----------------------------------------------------------------------------------------------------
+
+static uint lanes() {
+    uint first = current / SIMD * SIMD, count = thread_count() - first;
+    return count < SIMD ? count : SIMD;
+}
+
+// Wait until all `count` threads of a group are here. They must come to the same line.
+static void meet(uint group, uint count, const char *what, int line) {
+    Fiber &self = fibers[current];
+    uint first = group > 1 ? (group - 2) * SIMD : 0;
+    self.what = what;
+    self.line = line;
+    self.group = group;
+    self.generation = generation[group];
+    for (uint i = first; i < first + count; i++) {
+        const Fiber &other = fibers[i];
+        if (other.group == group && other.generation == self.generation && other.line != line)
+            fail("thread %u is at %s in line %d, thread %u at %s in line %d", current, what, line, i, other.what,
+                 other.line);
+    }
+    progress++;
+    if (++arrived[group] == count) {
+        arrived[group] = 0;
+        generation[group]++;
+    }
+    while (generation[group] == self.generation) swapcontext(&self.context, &scheduler);
+    self.group = 0;
+}
+
+static void meet_threadgroup(int line) { meet(1, thread_count(), "threadgroup_barrier", line); }
+
+static void meet_simdgroup(int line) { meet(2 + current / SIMD, lanes(), "simdgroup_barrier", line); }
+
+template <class T, class F>
+static T reduce(T value, F combine, const char *what, int line) {
+    uint group = current / SIMD, count = lanes();
+    slots[current] = double(value);
+    meet(2 + group, count, what, line);
+    T result = T(slots[group * SIMD]);
+    for (uint i = 1; i < count; i++) result = combine(result, T(slots[group * SIMD + i]));
+    meet(2 + group, count, what, line); // nobody overwrites a slot before all have read it
+    return result;
+}
+
+// ---- the scheduler -----------------------------------------------------------------------------------------------------
+
+static void entry() {
+    run_body(run_argument);
+    fibers[current].done = true;
+    alive--;
+    progress++;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+// Deterministic pseudo-random numbers (xorshift).
+static uint next_random(uint &state) {
+    state ^= state << 13;
+    state ^= state >> 17;
+    return state ^= state << 5;
+}
+
+static void run_threadgroup(uint &order) {
+    static uint turns[MOST_THREADS];
+    uint count = thread_count();
+    alive = count;
+    memset(arrived, 0, sizeof arrived);
+    memset(generation, 0, sizeof generation);
+    memset(shared, 0xff, sizeof shared);
+    memset(shared_offsets, 0xff, sizeof shared_offsets);
+    shared_used = 0;
+    for (uint i = 0; i < count; i++) {
+        Fiber &fiber = fibers[i];
+        fiber.done = false;
+        fiber.group = 0;
+        fiber.line = 0;
+        turns[i] = order == 1 ? count - 1 - i : i;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = stacks + i * STACK;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, entry, 0);
+    }
+    while (alive && !failed) {
+        long before = progress;
+        if (order > 1)
+            for (uint i = count - 1; i > 0; i--) {
+                uint j = next_random(order) % (i + 1), kept = turns[i];
+                turns[i] = turns[j];
+                turns[j] = kept;
+            }
+        for (uint i = 0; i < count && !failed; i++) {
+            current = turns[i];
+            if (!fibers[current].done) swapcontext(&scheduler, &fibers[current].context);
+        }
+        if (alive && !failed && before == progress) {
+            failed = true;
+            for (uint i = 0; i < count; i++)
+                if (!fibers[i].done)
+                    snprintf(message, sizeof message, "thread %u waits at %s in line %d for threads that have ended", i,
+                             fibers[i].what, fibers[i].line);
+        }
+    }
+}
+
+// All threads of a grid, in threadgroups of at most `group` threads; those at the edge are smaller, as Metal's
+// dispatchThreads makes them. order: 0 forward, 1 reverse, more = seed of a shuffle. The text of a failure, or null.
+static const char *run(const uint *grid, const uint *group, uint order, void (*body)(void *), void *argument) {
+    if (!stacks) {
+        void *memory = mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) return "no memory for stacks";
+        stacks = static_cast<char *>(memory);
+    }
+    failed = false;
+    run_body = body;
+    run_argument = argument;
+    uint3 groups = {(grid[0] + group[0] - 1) / group[0], (grid[1] + group[1] - 1) / group[1],
+                    (grid[2] + group[2] - 1) / group[2]};
+    for (uint z = 0; z < groups.z; z++)
+        for (uint y = 0; y < groups.y; y++)
+            for (uint x = 0; x < groups.x; x++) {
+                uint3 left = {grid[0] - x * group[0], grid[1] - y * group[1], grid[2] - z * group[2]};
+                group_index = {x, y, z};
+                group_size = {left.x < group[0] ? left.x : group[0], left.y < group[1] ? left.y : group[1],
+                              left.z < group[2] ? left.z : group[2]};
+                dispatched = {group[0], group[1], group[2]};
+                run_threadgroup(order);
+                if (failed) return message;
+            }
+    return nullptr;
+}
+
+static uint3 thread_in_group() {
+    return {current % group_size.x, current / group_size.x % group_size.y, current / group_size.x / group_size.y};
+}
+
+static uint3 thread_in_grid() {
+    uint3 t = thread_in_group();
+    return {group_index.x * dispatched.x + t.x, group_index.y * dispatched.y + t.y, group_index.z * dispatched.z + t.z};
+}
+
+} // namespace emu
+
+// Functions, because what a thread reads after a barrier must be its own.
+#define thread_position_in_threadgroup (emu::thread_in_group())
+#define thread_position_in_grid (emu::thread_in_grid())
+#define threadgroup_position_in_grid (emu::group_index)
+#define threads_per_threadgroup (emu::group_size)
+#define thread_index_in_simdgroup (emu::current % emu::SIMD)
+#define simdgroup_index_in_threadgroup (emu::current / emu::SIMD)
+
+#define threadgroup_barrier(flags) ((void)(flags), emu::meet_threadgroup(__LINE__))
+#define simdgroup_barrier(flags) ((void)(flags), emu::meet_simdgroup(__LINE__))
+#define simd_sum(v) emu::reduce((v), [](auto a, auto b) { return decltype(a)(a + b); }, "simd_sum", __LINE__)
+#define simd_max(v) emu::reduce((v), [](auto a, auto b) { return a > b ? a : b; }, "simd_max", __LINE__)
+#define simd_min(v) emu::reduce((v), [](auto a, auto b) { return a < b ? a : b; }, "simd_min", __LINE__)
+
+// Address spaces. Threadgroup arrays are rewritten before compilation; a pointer into one is an ordinary pointer.
+#define device
+#define constant static const
+#define thread
+#define kernel
