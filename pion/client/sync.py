@@ -164,7 +164,7 @@ class Client:
             k, v: arrays ``(layers, heads, tokens, head_dim)``, or lists of arrays per layer. float16, float32, or
                 uint16 with ``dtype="bfloat16"``.
             vquant: storage format; ``native`` keeps every word, ``fp16`` keeps both 16-bit dtypes and rounds float32,
-                ``int8`` quantizes.
+                ``int8``, ``fp8``, ``mlx4g32``, ``turbo4``, ``turbo3`` and ``turbo2`` quantize (fetched as float32).
             digest: hex digest of what the rows belong to (token ids, model); a fetch with another digest is refused.
             prefill_ms: what computing it took, for the statistics.
             scope, parent: group and lineage of the prefix.
