@@ -183,8 +183,9 @@ def markdown(found: dict[str, Any]) -> str:
     first = next(iter(found.values()))
     lines = list(_guidance(found))
     for model in found.values():
-        bleu = max(f["bleu_prompts"] for f in model["splits"].values())
-        counted = f"{model['prompts']} prompts, {model['tokens']} tokens behind each; BLEU on {bleu} of them"
+        bleu = sorted({f["bleu_prompts"] for f in model["splits"].values()} - {0})
+        counted = f"{model['prompts']} prompts, {model['tokens']} tokens behind each"
+        counted += f"; BLEU on {' or '.join(map(str, bleu))} of them" if bleu else ""
         lines += [f"## {model['title']}", "", f"{model['shape']}. {counted}.", "", *_table(model), ""]
     lines += ["## What the project asks for", "", "Agreement / KL; of the 4-bit pairs the better one counts.", ""]
     lines += ["| model | K/V | asked | measured | |", "|---|---|---|---|---|"]
@@ -295,7 +296,8 @@ def write(found: dict[str, Any], folder: Path = DOCS) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / "quality.json"
     held = json.loads(path.read_text()) if path.exists() else {}
-    merged = {name: _short(figures) for name, figures in (held | found).items()}
+    known = held | found
+    merged = {name: _short(known[name]) for name in sorted(known, reverse=True)}  # the smaller model first
     flat = re.sub(
         r"\[\s+([^\[\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(merged, indent=1)
     )
