@@ -1,5 +1,6 @@
 """Without our client: a prefix stored and fetched with redis-py. Any Redis client can do this.
 
+python -m pip install redis numpy
 pion-server --kvcache
 python examples/redis_py_raw.py [redis://127.0.0.1:1974]
 """
@@ -11,6 +12,10 @@ import redis
 
 url = sys.argv[1] if len(sys.argv) > 1 else "redis://127.0.0.1:1974"
 server = redis.Redis.from_url(url)
+try:
+    server.ping()
+except redis.ConnectionError as error:
+    sys.exit(f"{error}\nStart one first: pion-server --kvcache")
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 64, 100
 dim = HEADS * HEAD_DIM

@@ -76,7 +76,7 @@ class Address:
             options: the attributes of this class.
 
         Raises:
-            ValueError: a malformed URL or contradicting options.
+            ValueError: a malformed URL or options that exclude each other (TLS on a Unix socket).
         """
         found = _parse(url) if url is not None else {}
         by_scheme = found.pop("ssl", False)
@@ -94,6 +94,12 @@ class Address:
         return replace(cls(), **found, ssl=context)
 
 
+def url_of(url: str) -> str:
+    """A URL as it may be shown: without credentials and options."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
 def _parse(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     found: dict[str, Any] = {}
@@ -105,7 +111,10 @@ def _parse(url: str) -> dict[str, Any]:
         if not parts.hostname:
             raise ValueError(f"the {parts.scheme} URL names no host")
         found["host"] = parts.hostname
-        found["port"] = parts.port or DEFAULT_PORT
+        try:
+            found["port"] = parts.port or DEFAULT_PORT
+        except ValueError as error:
+            raise ValueError(f"{url_of(url)}: {error}") from None
         found["ssl"] = parts.scheme in _TLS
         if db := parts.path.strip("/"):
             found["db"] = _number("database", db, int)

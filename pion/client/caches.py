@@ -20,7 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from pion._core import quant
+from pion._core import quant, quantkeys
+from pion.wire import raw
 
 __all__ = ["Layout", "PionMlxCompatError", "Restorer", "inspect_model", "new_cache", "pack_rows", "prefill"]
 
@@ -76,6 +77,8 @@ def new_cache(model: Any) -> list[Any]:
         PionMlxCompatError: the model keeps its state in other classes; the text names them.
     """
     _, module = _mlx()
+    if not callable(model):
+        raise TypeError(f"a loaded mlx-lm model is needed, not {type(model).__name__}: model, tok = mlx_lm.load(...)")
     cache = list(module.make_prompt_cache(model))
     strange = Counter(type(layer).__name__ for layer in cache if type(layer) is not module.KVCache)
     if strange or not cache:
@@ -163,6 +166,34 @@ def pack_rows(array: Any, count: int) -> np.ndarray[Any, Any]:
     return _words(array)[0, :, :count].swapaxes(0, 1).reshape(count, -1)
 
 
+def decoded(stored: raw.Stored, answer: memoryview, out: bytearray) -> bytearray:
+    """The rows of an answer to FMT RAW as fp32.
+
+    Args:
+        stored: what its header says.
+        answer: all of it.
+        out: 4 * rows * dim bytes.
+    """
+    dim, view = stored.dim, memoryview(out)
+    row = 4 * dim
+    for segment in stored.segments:
+        data = answer[segment.offset : segment.offset + segment.nbytes]
+        skip = max(0, stored.start - segment.start)
+        count = min(segment.start + segment.rows, stored.start + stored.rows) - segment.start - skip
+        at = (segment.start + skip - stored.start) * row
+        place = view[at : at + count * row]
+        if segment.missing:
+            place[:] = bytes(len(place))
+        elif count == segment.rows and segment.is_keys:
+            quantkeys.decode_keys(segment.fmt, data, dim, segment.start, stored.theta, out=place)
+        elif segment.is_keys:
+            whole = quantkeys.decode_keys(segment.fmt, data, dim, segment.start, stored.theta)
+            place[:] = memoryview(whole)[skip * row : (skip + count) * row]
+        else:
+            quant.decode(segment.fmt, data, dim, out=place)
+    return out
+
+
 class Restorer:
     """Builds a prompt cache from rows, one layer-side at a time.
 
@@ -181,30 +212,38 @@ class Restorer:
         # Laid out here, then copied: half as many passes over fresh memory as filling an mlx array in place.
         self._stage = np.zeros((1, layout.n_kv_heads, count + ROOM, layout.head_dim), _DTYPES[layout.dtype])
 
-    def nbytes(self, code: int) -> int:
-        """Bytes of one layer-side in a stored format."""
-        return self._count * quant.row_bytes(code, self._layout.kv_dim)
+    @property
+    def most_bytes(self) -> int:
+        """More than one layer-side ever takes in an answer to FMT RAW."""
+        return self._count * (4 * self._layout.kv_dim + 64) + (1 << 20)
 
-    def place(self, layer: int, side: int, code: int, data: memoryview) -> None:
+    def place(self, layer: int, side: int, answer: memoryview) -> None:
         """Copy rows into a layer.
 
         Args:
             layer: from 0.
             side: 0 = K, 1 = V.
-            code: the format of `data`, one of `pion.limits.FORMATS` that is built.
-            data: exactly `count` rows.
+            answer: to FMT RAW, of exactly `count` rows from the first one on.
 
         Raises:
-            ValueError: the length of `data` is not that of `count` rows.
+            ValueError: `answer` is something else.
         """
-        layout, dim = self._layout, self._layout.kv_dim
-        if len(data) != self.nbytes(code):
-            raise ValueError(f"layer {layer}: {len(data)} bytes are not {self._count} rows of {dim} values")
-        wanted = WORDS[layout.dtype]
-        if code != wanted:
+        layout, dim, wanted = self._layout, self._layout.kv_dim, WORDS[self._layout.dtype]
+        stored = raw.parse(answer)
+        if (stored.dim, stored.start, stored.rows) != (dim, 0, self._count):
+            raise ValueError(
+                f"layer {layer}: rows {stored.start}..{stored.start + stored.rows} of {stored.dim} values, "
+                f"not {self._count} rows of {dim}"
+            )
+        if any(segment.missing for segment in stored.segments):
+            raise ValueError(f"layer {layer}: rows are missing")
+        first = stored.segments[0]
+        if len(stored.segments) == 1 and first.fmt == wanted:
+            data = answer[first.offset :]
+        else:
             if self._wide is None:  # one for all layers: fresh memory costs more than the conversion
-                self._wide = bytearray(self.nbytes(quant.FP32))
-            data = memoryview(quant.decode(code, data, dim, out=self._wide))
+                self._wide = bytearray(4 * self._count * dim)
+            data = memoryview(decoded(stored, answer, self._wide))
             if wanted != quant.FP32:
                 data = memoryview(quant.encode(quant.FP32, wanted, data, dim))
         rows = np.frombuffer(data, _DTYPES[layout.dtype]).reshape(self._count, layout.n_kv_heads, layout.head_dim)

@@ -41,5 +41,10 @@ _BY_CODE: Final[dict[str, type[CommandError]]] = {
 
 
 def reply_error(text: str) -> CommandError:
-    """The exception for an error reply, by its first word; ``str()`` of it is the whole line."""
-    return _BY_CODE.get(text.partition(" ")[0], CommandError)(text)
+    """The exception for an error reply, by its first word; ``str()`` of it begins with the whole line."""
+    kind = _BY_CODE.get(text.partition(" ")[0], CommandError)
+    if text.startswith("NOAUTH"):
+        text = f"{text} (the server wants a password: pion://:password@host or password=)"
+    elif text.startswith("ERR V-store not enabled") and "--kvcache" not in text:
+        text = f"{text} (start the server with --kvcache)"
+    return kind(text)

@@ -58,6 +58,8 @@ def token_array(token_ids: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
         TypeError: the ids are not integers.
         ValueError: not one-dimensional, or an id out of range.
     """
+    if isinstance(token_ids, str | bytes):
+        raise TypeError("token ids are needed, not text: tok.encode(text)")
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()
     ids = np.asarray(token_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl as tls
 import threading
 import weakref
 from collections import deque
@@ -36,6 +37,13 @@ def unreachable(address: Address, error: BaseException) -> ConnectionLostError:
     return ConnectionLostError(f"cannot connect to {address}: {error}")
 
 
+def handshake_failed(address: Address, error: tls.SSLError) -> tls.SSLError:
+    """The same error, saying of whom."""
+    why = error.reason or str(error)
+    hint = "; it seems to speak without TLS" if why == "WRONG_VERSION_NUMBER" else ""
+    return type(error)(error.errno, f"TLS with {address} failed: {why}{hint}")
+
+
 def open_socket(address: Address) -> socket.socket:
     """Connect, with TLS when the address has a context.
 
@@ -61,6 +69,9 @@ def open_socket(address: Address) -> socket.socket:
         return sock
     try:
         return address.ssl.wrap_socket(sock, server_hostname=address.host)
+    except tls.SSLError as error:
+        sock.close()
+        raise handshake_failed(address, error) from error
     except BaseException:
         sock.close()
         raise

@@ -32,7 +32,7 @@ from pion.client.pool import Pool
 from pion.client.raw import RawCommands
 from pion.client.seam import split_at_seam
 from pion.errors import AuthenticationError, CommandError, MismatchError
-from pion.limits import BUILT_FORMATS, DEFAULT_PORT, FORMATS, MAX_NAMESPACE, MAX_PREFILL_MS
+from pion.limits import BUILT_FORMATS, DEFAULT_PORT, MAX_NAMESPACE, MAX_PREFILL_MS
 
 __all__ = ["PionPromptCache"]
 
@@ -54,7 +54,8 @@ class PionPromptCache:
         model: an mlx-lm model whose layers all have a plain ``KVCache``. None gives a client for `lookup`, `drop`,
             `save`, `commit` and raw commands that needs no mlx.
         vquant: the stored format. ``"fp16"`` keeps fp16 and bf16 models word for word and rounds fp32 models to fp16;
-            ``"native"`` is lossless for all; also ``"bf16"``, ``"fp32"``, ``"int8"``.
+            ``"native"`` is lossless for all; also ``"bf16"``, ``"fp32"``, and the quantized ``"int8"``, ``"fp8"``,
+            ``"mlx4g32"``, ``"turbo4"``, ``"turbo3"``, ``"turbo2"``.
         host, port: the server; a host that starts with ``/`` is a Unix socket.
         stage2, boundary_protect, softmax_bitexact: in the signature of the published client; refused here unless off.
         admission_threshold: the n-th miss of a namespace in this process is the first one stored; 1 = store at once.
@@ -104,7 +105,7 @@ class PionPromptCache:
             ("stage2=True", stage2),
             (f"boundary_protect={boundary_protect}", boundary_protect > 0),
             ("softmax_bitexact=True", softmax_bitexact),
-            (f"vquant={vquant!r}", vquant in FORMATS and vquant not in BUILT_FORMATS),
+            (f"vquant={vquant!r}", vquant == "bf16_rope_fp8_body"),
         ):
             if asked:
                 raise ValueError(f"{name} {_LATER}")
@@ -169,6 +170,11 @@ class PionPromptCache:
         ids = token_array(prefix_token_ids)
         if not ids.size:
             raise ValueError("the prefix has no tokens")
+        vocabulary = getattr(getattr(self.model, "args", None), "vocab_size", None)
+        if isinstance(vocabulary, int) and ids.max() >= vocabulary:  # mlx would read beyond the embeddings
+            raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
+        if not isinstance(namespace, str):
+            raise TypeError(f"a namespace is a str, not {type(namespace).__name__}; make_namespace() makes one")
         if not 1 <= len(namespace.encode()) <= MAX_NAMESPACE:
             raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
         digest = prefix_digest(model_identity(self.model), ids)
@@ -257,6 +263,10 @@ class PionPromptCache:
             "outages": self.outages,
             "store_errors": self.store_errors,
         }
+
+    def __repr__(self) -> str:
+        model = "no model" if self.model is None else type(self.model).__module__.rpartition(".")[2]
+        return f"<PionPromptCache {model}, {self.vquant}, {self.address}>"
 
     def close(self) -> None:
         """Wait for a background store and close the connections. The object cannot be used afterwards."""

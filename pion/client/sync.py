@@ -41,7 +41,8 @@ class Client:
         max_connections: connections open at the same time at most.
 
     Raises:
-        ValueError: a malformed URL or contradicting arguments. The server is not contacted yet.
+        ValueError: a malformed URL, or arguments that exclude each other (TLS on a Unix socket). What an argument says
+            wins over the URL. The server is not contacted yet.
 
     Error handling:
         Every call may raise ``CommandError`` (the server refused; subclasses by kind), ``ConnectionLostError`` (a
@@ -163,7 +164,7 @@ class Client:
             k, v: arrays ``(layers, heads, tokens, head_dim)``, or lists of arrays per layer. float16, float32, or
                 uint16 with ``dtype="bfloat16"``.
             vquant: storage format; ``native`` keeps every word, ``fp16`` keeps both 16-bit dtypes and rounds float32,
-                ``int8`` quantizes.
+                ``int8``, ``fp8``, ``mlx4g32``, ``turbo4``, ``turbo3`` and ``turbo2`` quantize (fetched as float32).
             digest: hex digest of what the rows belong to (token ids, model); a fetch with another digest is refused.
             prefill_ms: what computing it took, for the statistics.
             scope, parent: group and lineage of the prefix.

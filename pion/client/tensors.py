@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from pion._core.buffers import BufferPool
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
-from pion.client.errors import IncompleteError, PrefixMissError
+from pion.client.errors import IncompleteError, PrefixMissError, reply_error
 from pion.errors import MismatchError
-from pion.wire.resp import Part
+from pion.limits import FORMATS
+from pion.wire import raw
+from pion.wire.resp import Part, ReplyError
 
 __all__ = ["KV", "Array", "fetch", "lookup", "store"]
 
@@ -70,6 +72,8 @@ def layers_of(tensor: Layers, what: str) -> list[Array]:
         ValueError: another rank, no layer, no token, or layers that differ in shape.
         TypeError: not numpy arrays.
     """
+    if not hasattr(tensor, "__iter__"):
+        raise TypeError(f"{what} must be numpy arrays, not {type(tensor).__name__}")
     layers = list(tensor)
     if not layers:
         raise ValueError(f"{what} has no layers")
@@ -106,6 +110,7 @@ def store(
     replace: bool = False,
 ) -> Steps[None]:
     """Register a prefix and store all its rows; see ``Client.store``."""
+    sids = _sids(ns)
     sides = layers_of(k, "k"), layers_of(v, "v")
     if sides[0][0].shape != sides[1][0].shape or len(sides[0]) != len(sides[1]):
         raise ValueError(
@@ -130,16 +135,22 @@ def store(
     if replace:
         command.append("REPLACE")
     # On its own: rows sent behind a refused REGISTER would land in the entry that is there.
-    (reply,) = yield Flight([command])
+    asked: list[Command] = [command] if digest is not None else [command, ["V.INFO", sids[0]]]
+    reply, *info = yield Flight(asked)
     expect_ok(reply, "KV.PREFIX.REGISTER")
+    if info and isinstance(info[0], bytes) and b"\r\ndigest:" in info[0]:
+        held = info[0].partition(b"\r\ndigest:")[2].partition(b"\r\n")[0].decode()
+        raise MismatchError(f"MISMATCH prefix {_text(ns)!r} is stored with the digest {held}, none was given")
 
     def rows() -> Iterator[Command]:
         for index in range(len(sides[0])):
-            for sid, side in zip(_sids(ns), sides, strict=True):
+            for sid, side in zip(sids, sides, strict=True):
                 data = rows_of(side[index]).data
                 yield "V.STOREBATCH", sid, index, 0, tokens, data, "FMT", _WIRE[name]
 
-    for reply in (yield Flight(rows())):
+    for number, reply in enumerate((yield Flight(rows()))):
+        if isinstance(reply, ReplyError):
+            raise reply_error(f"{reply} (layer {number // 2} of {'KV'[number % 2]}, prefix {_text(ns)!r})")
         expect_ok(reply, "V.STOREBATCH")
 
 
@@ -220,6 +231,7 @@ class _Target:
 
     def __init__(self, shape: Shape, dtype: str, out: tuple[list[Array], list[Array]] | None, pool: BufferPool) -> None:
         self.shape, self.dtype, self.out = shape, dtype, out
+        self._heads: list[list[bytearray]] = []  # what RAW answers begin with
         kind = np.dtype(_NUMPY[dtype])
         rows = (shape.layers, shape.tokens, shape.heads, shape.head_dim)
         size = kind.itemsize * shape.layers * shape.tokens * shape.heads * shape.head_dim
@@ -233,32 +245,51 @@ class _Target:
             self.whole.append(array)
             self.sides.append(list(array))
 
-    def commands(self, sids: tuple[bytes, bytes]) -> list[list[Part]]:
-        """One V.FETCH per side. NATIVE words are those of the store for fp16 only; RAW ones for bf16."""
-        words = "RAW" if self.dtype == "bfloat16" else "NATIVE"
-        n, layers = self.shape.tokens, self.shape.layers
-        return [["V.FETCH", sid, "BATCH", 0, n, layers, "FMT", words] for sid in sids]
+    @property
+    def _raw(self) -> bool:
+        """NATIVE words are those of the store for fp16 only; RAW ones for bf16."""
+        return self.dtype == "bfloat16"
 
-    def outs(self, first: int) -> dict[int, list[memoryview]]:
+    def commands(self, sids: tuple[bytes, bytes]) -> list[list[Part]]:
+        """One V.FETCH per side. Without FMT every format is answered as FP32."""
+        words = {"bfloat16": ["FMT", "RAW"], "float16": ["FMT", "NATIVE"]}.get(self.dtype, [])
+        n, layers = self.shape.tokens, self.shape.layers
+        return [["V.FETCH", sid, "BATCH", 0, n, layers, *words] for sid in sids]
+
+    def outs(self, first: int) -> dict[int, list[Any]]:
         """The buffers of both replies; the first V.FETCH is command number `first`."""
-        return {first + side: [layer.data for layer in layers] for side, layers in enumerate(self.sides)}
+        plans: list[list[Any]] = [[layer.data for layer in layers] for layers in self.sides]
+        if self._raw:
+            self._heads = [[bytearray(raw.header_length(1)) for _ in plan] for plan in plans]
+            plans = [list(zip(heads, plan, strict=True)) for heads, plan in zip(self._heads, plans, strict=True)]
+        return {first + side: plan for side, plan in enumerate(plans)}
 
     def check(self, ns: str | bytes, replies: list[Any]) -> None:
         """Every byte must have arrived in its place.
 
         Raises:
-            IncompleteError: a layer is missing or has another size.
+            IncompleteError: a layer is missing, has another size or is in another format.
         """
         for side, reply in enumerate(replies):
             if not isinstance(reply, list) or len(reply) != self.shape.layers:
                 raise IncompleteError(f"prefix {_text(ns)!r}: not {self.shape.layers} layers in {'KV'[side]}")
             for index, item in enumerate(reply):
-                if not isinstance(item, memoryview):
+                nbytes = self.sides[side][index].nbytes
+                if not isinstance(item, memoryview | tuple):
                     got = "nothing" if item is None else f"{len(item)} bytes"
-                    want = self.sides[side][index].nbytes
                     raise IncompleteError(
-                        f"prefix {_text(ns)!r}: layer {index} of {'KV'[side]} is {got}, not {want} bytes"
+                        f"prefix {_text(ns)!r}: layer {index} of {'KV'[side]} is {got}, not {nbytes} bytes"
                     )
+                if self._raw and not self._is_words(self._heads[side][index], nbytes):
+                    raise IncompleteError(f"prefix {_text(ns)!r}: layer {index} of {'KV'[side]} is not all in bf16")
+
+    def _is_words(self, head: bytearray, nbytes: int) -> bool:
+        """A RAW answer of these bytes is bf16 rows, all of them."""
+        try:
+            stored = raw.parse(head, nbytes)
+        except ValueError:
+            return False
+        return [segment.fmt for segment in stored.segments] == [FORMATS["bf16"]] and not stored.segments[0].missing
 
     def fresh(self) -> KV:
         """The arrays received into memory of the pool."""
@@ -289,22 +320,31 @@ def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> Shape:
     """
     raise_first(infos)
     sides = []
+    formats: set[str] = set()
     for info in infos:
-        lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
-        layers, dim = int(lines["num_layers"]), int(lines["value_dim"])
+        lines: dict[str, str] = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
+        layers = int(lines["num_layers"])
+        dims = {int(lines.get(f"layer_{i}_dim", lines["value_dim"])) for i in range(layers)}
+        formats |= {lines.get(f"layer_{i}_fmt", lines["v_format"]) for i in range(layers)}
         rows = {int(lines.get(f"layer_{i}_tokens", 0)) for i in range(layers)}
         if len(rows) != 1 or 0 in rows:
             raise IncompleteError(f"prefix {_text(ns)!r}: its layers hold {sorted(rows)} rows")
-        count = heads or int(lines.get("heads", 0))
+        if len(dims) != 1:
+            raise ValueError(
+                f"prefix {_text(ns)!r}: its layers have rows of {sorted(dims)} values: fetch them one by one"
+            )
+        dim, count = dims.pop(), heads or int(lines.get("heads", 0))
         if not count or dim % count:
             raise ValueError(f"prefix {_text(ns)!r} was stored without HEADS: say heads=… (a row has {dim} values)")
-        sides.append(Shape(layers, count, rows.pop(), dim // count, lines["v_format"]))
+        sides.append((layers, count, rows.pop(), dim // count))
     if sides[0] != sides[1]:
-        raise IncompleteError(f"prefix {_text(ns)!r}: K is {tuple(sides[0])}, V is {tuple(sides[1])}")
-    return sides[0]
+        raise IncompleteError(f"prefix {_text(ns)!r}: K is {sides[0]}, V is {sides[1]}")
+    return Shape(*sides[0], formats.pop() if len(formats) == 1 else "several")
 
 
 def _sids(ns: str | bytes) -> tuple[bytes, bytes]:
+    if not isinstance(ns, str | bytes):
+        raise TypeError(f"a namespace is str or bytes, not {type(ns).__name__}")
     name = ns.encode() if isinstance(ns, str) else ns
     return name + b"_pk", name + b"_pv"
 

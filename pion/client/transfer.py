@@ -17,7 +17,6 @@ from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
 from pion.client.errors import IncompleteError
 from pion.errors import MismatchError
-from pion.limits import FORMATS
 
 __all__ = ["Rows", "fetch", "lookup", "packed", "register", "send", "stored_format"]
 
@@ -93,43 +92,55 @@ def send(namespace: str, digest: str, dtype: str, count: int, rows: Rows) -> Ste
         expect_ok(reply, "V.STOREBATCH")
 
 
-def _described(info: Any, digest: str, layout: Layout, count: int, allowed: set[str]) -> int:
-    """The format code in a V.INFO reply, if the session is what this model can use."""
+def _described(info: Any, digest: str, layout: Layout, count: int, allowed: set[str]) -> None:
+    """A V.INFO reply must describe a session that this model can use."""
     lines = _lines(info)
-    dim, layers, fmt = lines["value_dim"], lines["num_layers"], lines["v_format"]
-    if (dim, layers) != (str(layout.kv_dim), str(layout.cache_len)):
+    count_here = range(layout.cache_len)
+    # Layer by layer where they differ, else the session's.
+    dims = {lines.get(f"layer_{i}_dim", lines["value_dim"]) for i in count_here}
+    formats = {lines.get(f"layer_{i}_fmt", lines["v_format"]) for i in count_here}
+    layers = lines["num_layers"]
+    if (dims, layers) != ({str(layout.kv_dim)}, str(layout.cache_len)):
         here = f"{layout.cache_len} layers of {layout.kv_dim}"
-        raise MismatchError(f"MISMATCH shape: {layers} layers of {dim} values are stored, this model has {here}")
-    if fmt not in allowed:
-        raise MismatchError(f"MISMATCH format: stored as {fmt}, asked for as {' or '.join(sorted(allowed))}")
+        there = " or ".join(sorted(dims))
+        raise MismatchError(f"MISMATCH shape: {layers} layers of {there} values are stored, this model has {here}")
+    if not formats <= allowed:
+        asked = " or ".join(sorted(allowed))
+        raise MismatchError(f"MISMATCH format: stored as {'/'.join(sorted(formats))}, asked for as {asked}")
     if lines.get("digest") != digest:
         raise IncompleteError("the prefix was replaced behind the lookup")
     short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(count)]
     if short:
         raise IncompleteError(f"layers {short} do not hold {count} rows")
-    return FORMATS[fmt]
 
 
 class _Receiver:
     """Gives the parser the same buffer for each layer of one side, after placing what was in it before."""
 
-    def __init__(self, restorer: caches.Restorer, side: int, code: int) -> None:
-        self._place, self._side, self._code = restorer.place, side, code
-        self._buffer = np.empty(restorer.nbytes(code), np.uint8).data
+    def __init__(self, restorer: caches.Restorer, side: int) -> None:
+        self._place, self._side, self._most = restorer.place, side, restorer.most_bytes
+        self._buffer = np.empty(0, np.uint8)
         self._layer: int | None = None
+        self._nbytes = 0
+        self.wrong: ValueError | None = None
 
     def __call__(self, layer: int, nbytes: int) -> Any:
         self.flush()
-        if nbytes != self._buffer.nbytes:
+        if not 0 < nbytes <= self._most:
             return None  # arrives as it is; the layer stays missing, which `fetch` notices
-        self._layer = layer
-        return self._buffer
+        if nbytes > len(self._buffer):
+            self._buffer = np.empty(nbytes, np.uint8)
+        self._layer, self._nbytes = layer, nbytes
+        return self._buffer[:nbytes].data
 
     def flush(self) -> None:
         """Place the layer whose rows are complete, if there is one."""
-        if self._layer is not None:
-            self._place(self._layer, self._side, self._code, self._buffer)
-            self._layer = None
+        layer, self._layer = self._layer, None
+        if layer is not None:
+            try:
+                self._place(layer, self._side, self._buffer[: self._nbytes].data)
+            except ValueError as error:  # the parser, which calls, must go on
+                self.wrong = error
 
 
 def fetch(
@@ -155,19 +166,22 @@ def fetch(
     raise_first(infos)
     # Words kept as they were serve any request; otherwise the format must be the one asked for.
     allowed = {stored_format(vquant, layout.dtype), _KEPT[layout.dtype]}
-    codes = [_described(info, digest, layout, count, allowed) for info in infos]
+    for info in infos:
+        _described(info, digest, layout, count, allowed)
     restorer = caches.Restorer(model, layout, count)
-    receivers = [_Receiver(restorer, side, code) for side, code in enumerate(codes)]
+    receivers = [_Receiver(restorer, side) for side in range(2)]
     span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
     asked: list[Command] = [["V.FETCH", sid, *span] for sid in _sids(namespace)]
     # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
     asked += _infos(namespace)
     replies = yield Flight(asked, dict(enumerate(receivers)))
     raise_first(replies)
-    for receiver in receivers:
-        receiver.flush()
     if replies[2:] != infos:
         raise IncompleteError("the prefix was replaced while it was fetched")
+    for receiver in receivers:
+        receiver.flush()
+        if receiver.wrong is not None:
+            raise IncompleteError(str(receiver.wrong)) from receiver.wrong
     try:
         return restorer.finish()
     except ValueError as error:

@@ -19,6 +19,7 @@ from pion.wire.resp import Err, Raw
 log = logging.getLogger("pion.commands")
 
 NO_REPLY = Raw(b"")
+_HTTP = (b"post", b"host:")  # the first words of the lines a browser sends
 _INTERNAL = Err(errors.INTERNAL)
 
 
@@ -151,10 +152,21 @@ class Dispatcher:
             record = self._admit(conn, argv)
         except CommandError as error:
             self._rejected(argv, error)
+            if bytes(argv[0]).lower() in _HTTP:
+                # A web page can make a browser send its own lines to a port of this machine.
+                log.warning("%s speaks HTTP; its connection was closed", conn.peer)
+                self._hang_up(conn)
+                return NO_REPLY
             return self._reply(conn, _refusal(error), None)
         if self.server.paused is not None and self.server.holds(record.write) and record.name != "client|unpause":
             return self._held(conn, record, argv)
         return self._execute(conn, record, argv)
+
+    def _hang_up(self, conn: Any) -> None:
+        if self._plane is not None:
+            self._plane.close(conn, False)
+        else:
+            conn.closing = True
 
     def stream_open(self, conn: Any, argv: list[bytes], nbytes: int) -> Any:
         """The plane meets a large argument: returns the Sink its bytes go to, or None to collect them as usual.

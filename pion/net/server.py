@@ -35,7 +35,7 @@ TICK = 0.1  # seconds: expiry, send timeouts, samples
 EXPIRE_BUDGET_US = 1000  # of each tick, at most
 SLICE = 4 << 20  # bytes a large value may send or receive per turn: with 1 MiB the turns themselves cost a fifth
 DRAIN = 5.0  # seconds a graceful end waits for replies that are due
-RESERVED_FDS = 256  # descriptors for entry files, the log and listeners beside the clients
+RESERVED_FDS = 256  # descriptors for entry files (a quarter of all), the log and listeners beside the clients
 
 
 class Server:
@@ -64,8 +64,9 @@ class Server:
         options = self.options
         sys.setswitchinterval(0.0005)  # one busy Python handler must not keep the plane waiting for 5 ms
         fds = raise_descriptor_limit(options.maxclients + limits.DEFAULT_MAX_SESSIONS)
-        if fds < options.maxclients + RESERVED_FDS:
-            self.state.maxclients = max(1, fds - RESERVED_FDS)
+        reserved = max(RESERVED_FDS, fds // 4 + 96)
+        if fds < options.maxclients + reserved:
+            self.state.maxclients = max(1, fds - reserved)
             log.warning("at most %d clients: the descriptor limit is %d", self.state.maxclients, fds)
         port = self._listen()
         try:

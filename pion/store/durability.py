@@ -6,6 +6,7 @@ of them then runs. Its flushes are started together and awaited by several threa
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -27,6 +28,8 @@ FLUSH_THREADS: Final = 8
 QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
 _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
 _COPY_PIECE: Final = 1 << 20
+_FLUSH_AT_ONCE: Final = 64  # entries; their files are open meanwhile
+_NOTHING_LOST: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # a flush that fails with these has not begun
 
 
 class Log(Protocol):
@@ -40,8 +43,8 @@ class Log(Protocol):
 class _Flush:
     """An entry as it was when its flush began."""
 
-    def __init__(self, entry: Entry, ref: FdRef) -> None:
-        self.entry, self.ref = entry, ref
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
         self.nbytes, self.generation = entry.unsynced, entry.generation
         self.size = 0 if entry.writers else entry.size  # a body that streams in is not covered
 
@@ -52,7 +55,10 @@ class _Flush:
             return
         entry.synced = self.size
         if store.index is not None:
-            store.index.put(entry.key, entry.figures(clean=not entry.dirty))
+            try:
+                store.index.put(entry.key, entry.figures(clean=not entry.dirty))
+            except OSError as error:  # it only tells less than it could
+                _log.warning("the index could not be told of a flush: %s", error.strerror)
 
     def count(self, store: Store) -> None:
         """Everything else is on the medium too."""
@@ -123,31 +129,56 @@ class Upkeep:
                 raise self._errors[mine]
 
     def _flush_all(self) -> None:
-        store = self.store
         if self.failure:
             raise OSError(5, self.failure)
+        store = self.store
         with store.lock:
-            work = [_Flush(entry, store.ref(entry)) for entry in store.unsynced]
-            store.unsynced.clear()
+            todo = list(store.unsynced)
+        work: list[_Flush] = []
         try:
             if store.files.keeps:
-                self._flush_files([item.ref for item in work])
+                for i in range(0, len(todo), _FLUSH_AT_ONCE):
+                    self._flush_some(todo[i : i + _FLUSH_AT_ONCE], work)
                 with store.lock:
-                    for item in work:
-                        item.done(store)
                     flush = store.index.to_flush() if store.index is not None else None
                 if flush is not None:
                     flush.run()
                 store.files.sync()
-            if self.log is not None:
-                self.log.fsync()
+            else:
+                with store.lock:
+                    work = self._take(todo)
         except OSError as error:
+            with store.lock:
+                store.unsynced.update(item.entry for item in work if not item.entry.gone)
+            if error.errno in _NOTHING_LOST:
+                _log.warning("flush put off: %s", error.strerror)
+                raise
             self.failure = f"an earlier flush failed: {error.strerror}"
             _log.error("flush failed: %s; nothing will be called durable until the server is restarted", error.strerror)
             raise
         with store.lock:
             for item in work:
                 item.count(store)
+        if self.log is not None:
+            self.log.fsync()  # it remembers its own failures, and recovers from them by a rewrite
+
+    def _take(self, entries: list[Entry]) -> list[_Flush]:
+        """Those that still wait for a flush; later writes to them wait for the next one. The lock is held."""
+        out = [_Flush(entry) for entry in entries if entry in self.store.unsynced]
+        self.store.unsynced.difference_update(entries)
+        return out
+
+    def _flush_some(self, entries: list[Entry], work: list[_Flush]) -> None:
+        """Flush a batch, so that not every file is open at the same time."""
+        store = self.store
+        with store.lock:
+            refs = [store.ref(entry) for entry in entries if entry in store.unsynced]
+            batch = self._take(entries)
+        work += batch
+        self._flush_files(refs)
+        with store.lock:
+            for item in batch:
+                item.done(store)
 
     def _flush_files(self, refs: list[FdRef]) -> None:
         if len(refs) <= 1:

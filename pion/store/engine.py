@@ -41,6 +41,13 @@ POLICIES: Final = ("always", "everysec", "no")
 MEMORY_SHARE: Final = 0.5  # of the free memory, the default cap with memory_only
 
 
+class _Closed:
+    """Stands in for the parts of an engine that has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StorageError("ERR the engine is closed")
+
+
 class Engine(SessionMethods, PrefixMethods):
     """A store of prefixes (and a keyspace) in a directory, or in memory.
 
@@ -143,7 +150,10 @@ class Engine(SessionMethods, PrefixMethods):
         keyspace = Keyspace(databases)
         if self.root is not None and self.wal:
             self.keyspace_store = KeyspaceStore(self.root, keyspace, appendfsync)
-            self.keyspace_store.open()
+            try:
+                self.keyspace_store.open()
+            except OSError as error:
+                raise StartupError(f"data directory {self.root}: {error}") from error
         return keyspace
 
     def _thread(self, name: str, body: Any) -> None:
@@ -183,11 +193,19 @@ class Engine(SessionMethods, PrefixMethods):
         for thread in self._threads:
             thread.join()
         self._upkeep.stop()
+        try:
+            self._end()
+        finally:
+            closed: Any = _Closed()
+            self._sessions = self._prefixes = self._states = closed
+
+    def _end(self) -> None:
         if self.root is None:
             self._upkeep.close()
             return
+        told = bool(self._upkeep.failure or self.keyspace.sync_error)  # then the next start reads what was not sealed
         try:
-            if not self._upkeep.failure:  # else the next start reads what was not sealed
+            if not told:
                 self._write_down()
         except OSError as error:
             raise StorageError(f"ERR the store was not closed in order: {error.strerror}") from error
@@ -196,6 +214,9 @@ class Engine(SessionMethods, PrefixMethods):
             try:
                 if self.keyspace_store is not None:
                     self.keyspace_store.close()
+            except OSError as error:
+                if not told:
+                    raise StorageError(f"ERR the keyspace was not closed in order: {error.strerror}") from error
             finally:
                 if self._store.index is not None:
                     self._store.index.close()
@@ -249,7 +270,8 @@ class Engine(SessionMethods, PrefixMethods):
         try:
             self._upkeep.commit()
         except OSError as error:
-            raise StorageError("ERR KV.PREFIX.COMMIT: a log could not be flushed (or --no-wal)") from error
+            why = error.strerror
+            raise StorageError(f"ERR KV.PREFIX.COMMIT: a log could not be flushed (or --no-wal): {why}") from error
 
     def checkpoint(self) -> None:
         """COMMIT and a fresh index; also without `wal`.
@@ -277,7 +299,7 @@ class Engine(SessionMethods, PrefixMethods):
             elif held:
                 save_copy(self._store, self.root, path)
         except OSError as error:
-            raise StorageError(failed) from error
+            raise StorageError(f"{failed}: {error.strerror}") from error
         if not held:
             raise StorageError(failed)
 

@@ -59,6 +59,8 @@ class DiskFiles:
         self.root = root
         self._stale = {"", "kv", f"kv/{layout.TENANT}"}  # directories whose entries changed since the last sync
         self._made: set[str] = set()
+        if root.exists() and not root.is_dir():
+            raise StartupError(f"data directory {root}: there is a file of that name")
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()

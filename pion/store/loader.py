@@ -6,6 +6,7 @@ first). Damage between whole records takes the entry out of service: it cannot b
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from pion._core import framing, vstore
 from pion._core.stream import FdRef
+from pion.errors import StorageError
 from pion.store import files, layout
 from pion.store.entries import DamagedError, Entry, Payload
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pion.store")
 
 seed_of = framing.seed_of
+NO_FAULT_OF_THE_FILE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 _ALL_ROWS: Final = 0xFFFFFFFF
 _AT_ONCE: Final = 64  # records between two looks at the lock
 
@@ -86,6 +89,8 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
         store.lose(entry, str(error))
         return False
     except OSError as error:
+        if error.errno in NO_FAULT_OF_THE_FILE:
+            raise StorageError(f"ERR the entry could not be opened: {error.strerror}") from error
         store.lose(entry, f"cannot be read: {error.strerror}")
         return False
     except DamagedError:
@@ -94,7 +99,7 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
 
 
 def _read(store: Store, entry: Entry) -> None:
-    ref = FdRef(store.files.open(entry.path))
+    ref = FdRef(store.with_descriptor(lambda: store.files.open(entry.path)))
     fd = ref.fileno()
     header, key = files.read_header(fd)
     if key != entry.key:
@@ -231,6 +236,8 @@ def _check(store: Store, entry: Entry, records: list[int]) -> None:
     try:
         bad = vstore.check_records(store.fd(entry), entry.seed, records)
     except OSError as error:
+        if error.errno in NO_FAULT_OF_THE_FILE:
+            raise StorageError(f"ERR the entry could not be read: {error.strerror}") from error
         store.lose(entry, f"cannot be read: {error.strerror}")
         raise DamagedError(
             f"ERR the stored entry could not be read ({error.strerror}) and is out of service"

@@ -6,6 +6,7 @@ and never over an fsync, a large transfer or the last close of a file.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import resource
@@ -13,9 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
-from pion._core import vstore
+from pion._core import stream, vstore
 from pion._core.stream import FdRef
 from pion.errors import CommandError, OutOfMemoryError, StorageError
 from pion.store import layout, loader
@@ -25,6 +26,8 @@ from pion.store.index import Figures, Index
 from pion.store.layout import Declared, Side
 
 log = logging.getLogger("pion.store")
+
+T = TypeVar("T")
 
 REMEMBERED: Final = 4096  # names whose end is remembered, for WHY
 _MAX_LINEAGE: Final = 64  # ancestors refreshed by one use
@@ -124,9 +127,27 @@ class Store:
     def ref(self, entry: Entry) -> FdRef:
         """The same, to be held by a reply or a sink."""
         if entry.ref is None:
-            entry.ref = FdRef(self.files.open(entry.path))
+            entry.ref = FdRef(self.with_descriptor(lambda: self.files.open(entry.path)))
             self.opened(entry)
         return entry.ref
+
+    def with_descriptor(self, make: Callable[[], T]) -> T:
+        """Call something that opens a file. When there are no descriptors left, half of ours are given back first.
+
+        Raises:
+            OSError: as `make` does.
+        """
+        try:
+            return make()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.files.keeps:
+                raise
+        for _ in range(len(self._open) // 2 + 1):
+            if self._open:
+                oldest, _ = self._open.popitem(last=False)
+                oldest.ref = None
+        stream.drain(2.0)  # they are closed in the background
+        return make()
 
     def opened(self, entry: Entry) -> None:
         """Count an open file; the ones opened longest ago are closed when there are too many."""
@@ -176,7 +197,7 @@ class Store:
         head = layout.file_header(key, entry.generation)
         data = head + loader.meta_record(entry, len(head)) + records
         try:
-            fd = self.files.create(entry.path, data, over=over.generation if over else 0)
+            fd = self.with_descriptor(lambda: self.files.create(entry.path, data, over=over.generation if over else 0))
         except OSError as error:
             raise StorageError(f"ERR the entry could not be created: {error.strerror}") from error
         entry.ref = FdRef(fd)

@@ -11,6 +11,7 @@ import pytest
 from pion.client import caches
 from pion.client.caches import PionMlxCompatError, Restorer, inspect_model, new_cache, pack_rows, prefill
 from pion.limits import FORMATS
+from pion.wire import raw
 from tests.support import models
 
 models.need_mlx()
@@ -31,8 +32,13 @@ def restored(model: Any, cache: list[Any], count: int, code: int | None = None) 
             if code is not None and code != wanted:
                 full = caches.quant.decode(wanted, rows, layout.kv_dim)
                 rows = bytes(full if code == 8 else caches.quant.encode(8, code, full, layout.kv_dim))
-            restorer.place(index, side, wanted if code is None else code, memoryview(rows))
+            restorer.place(index, side, answer(rows, layout.kv_dim, count, wanted if code is None else code))
     return restorer.finish()
+
+
+def answer(rows: bytes, dim: int, count: int, code: int) -> memoryview:
+    """What FMT RAW answers for rows from 0 on."""
+    return memoryview(raw.pack(dim, 0, count, 0.0, [raw.Segment(code, 0, count, len(rows))]) + rows)
 
 
 def words(array: Any, count: int) -> bytes:
@@ -130,7 +136,7 @@ def test_appending_does_not_copy(dtype: str) -> None:
         rows = np.zeros((count, layout.kv_dim), np.float32 if dtype == "float32" else np.uint16)
         restorer = Restorer(model, layout, count)
         for side in (0, 1):
-            restorer.place(0, side, caches.WORDS[dtype], memoryview(rows).cast("B"))
+            restorer.place(0, side, answer(rows.tobytes(), layout.kv_dim, count, caches.WORDS[dtype]))
         return restorer.finish()[0]
 
     def append(layer: Any) -> float:
@@ -155,10 +161,16 @@ def test_wrong_sizes_and_gaps_never_build_a_cache() -> None:
     layout = inspect_model(model)
     restorer = Restorer(model, layout, 4)
     row = bytes(4 * layout.kv_dim)
-    with pytest.raises(ValueError, match="layer 1: 192 bytes are not 4 rows of 16 values"):
-        restorer.place(1, 0, FORMATS["fp32"], memoryview(row * 3))
+    fp32 = FORMATS["fp32"]
+    with pytest.raises(ValueError, match=r"layer 1: rows 0\.\.3 of 16 values, not 4 rows of 16"):
+        restorer.place(1, 0, answer(row * 3, 16, 3, fp32))
+    with pytest.raises(ValueError, match="not what its header says"):
+        restorer.place(1, 0, answer(row * 4, 16, 4, fp32)[:-1])
+    gap = raw.pack(16, 0, 4, 0.0, [raw.Segment(fp32, 0, 3, len(row) * 3), raw.Segment(fp32, 3, 1, 0, missing=True)])
+    with pytest.raises(ValueError, match="rows are missing"):
+        restorer.place(1, 0, memoryview(gap + row * 3))
     for layer, side in ((0, 0), (0, 1), (1, 1)):
-        restorer.place(layer, side, FORMATS["fp32"], memoryview(row * 4))
+        restorer.place(layer, side, answer(row * 4, 16, 4, fp32))
     with pytest.raises(ValueError, match="1 of 4 layer-sides are missing"):
         restorer.finish()
 

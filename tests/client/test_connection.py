@@ -46,7 +46,7 @@ def test_error_replies_become_exceptions_by_their_code(client: Client, server: A
     for text, kind in [("ERR x", CommandError), ("MISMATCH digest", MismatchError), ("NOAUTH no", AuthenticationError)]:
         with pytest.raises(kind) as info:
             client.call("E", text)
-        assert str(info.value) == text
+        assert str(info.value).startswith(text)
         assert info.value.code == text.split()[0]
     with pytest.raises(CommandError, match="ERR first"):
         client.pipeline([["PING"], ["E", "ERR first"], ["E", "ERR second"]])

@@ -94,6 +94,25 @@ def test_int8_is_close_and_a_fourth(cache_of: Callable[..., PionPromptCache], se
     assert b"v_format:int8" in pc.resp.call("V.INFO", f"{ns}_pk")
 
 
+@pytest.mark.parametrize(
+    ("vquant", "bound"), [("fp8", 0.06), ("mlx4g32", 0.2), ("turbo4", 0.2), ("turbo3", 0.35), ("turbo2", 0.7)]
+)
+def test_quantized_caches_are_close(
+    cache_of: Callable[..., PionPromptCache], ns: str, vquant: str, bound: float
+) -> None:
+    """Two whole groups of keys and a rest, fetched as they are stored and decoded here."""
+    model = models.tiny_llama("float16", hidden_size=128)  # heads of 32
+    ids = [(7 * i + 3) % 89 for i in range(150)]
+    pc = cache_of(model, vquant=vquant)
+    cold, warm = pc.get_or_prefill(ids, ns), pc.get_or_prefill(ids, ns)
+    assert pc.hits == 1
+    for a, b in zip(cold, warm, strict=True):
+        for exact, close in ((a.keys, b.keys), (a.values, b.values)):
+            exact, close = (x[..., : len(ids), :].astype(mx.float32) for x in (exact, close))
+            assert (mx.linalg.norm(exact - close) / mx.linalg.norm(exact)).item() < bound
+    assert f"v_format:{vquant}".encode() in pc.resp.call("V.INFO", f"{ns}_pk")
+
+
 def test_the_server_is_told_what_a_row_is(cache_of: Callable[..., PionPromptCache], ns: str) -> None:
     pc = cache_of(models.tiny_llama(rope_theta=5e5), vquant="native")
     pc.get_or_prefill(IDS, ns)
@@ -354,7 +373,7 @@ def test_the_published_attributes(cache_of: Callable[..., PionPromptCache]) -> N
         ({"stage2": True}, "stage2=True is not in this version"),
         ({"boundary_protect": 2}, "boundary_protect=2 is not in this version"),
         ({"softmax_bitexact": True}, "softmax_bitexact=True is not in this version"),
-        ({"vquant": "turbo4"}, "vquant='turbo4' is not in this version"),
+        ({"vquant": "bf16_rope_fp8_body"}, "vquant='bf16_rope_fp8_body' is not in this version"),
         ({"vquant": "fp17"}, "unknown vquant 'fp17'"),
         ({"on_mismatch": "ignore"}, "on_mismatch must be"),
         ({"prefill_chunk_size": -1}, "prefill_chunk_size"),

@@ -123,14 +123,14 @@ def test_nothing_to_save_in_memory(client: MemoryClient) -> None:
 
 
 def test_failed_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(_fd: int) -> None:
         raise OSError(5, os.strerror(5))
 
     engine = Engine(tmp_path / "data", ticker=False)
     client = MemoryClient(Dispatcher(engine, Options()))
     client("SET", "k", "v")
     with monkeypatch.context() as patched:
-        patched.setattr(engine.keyspace_store, "fsync", broken)
+        patched.setattr("pion.store.keyspace.store.sync_file", broken)
         assert client("SAVE").text.startswith(b"ERR the log could not be flushed")
     assert b"rdb_last_bgsave_status:err\r\n" in client("INFO", "persistence")
     assert client("SAVE").text.startswith(b"ERR the log could not be flushed")  # what was lost stays lost
@@ -175,3 +175,18 @@ def test_copy(client: MemoryClient) -> None:
     client("SELECT", 0)
     assert client("HGETALL", "h") == [b"f", b"v"]
     assert client("ZRANGE", "z", 0, -1) == [b"m"]
+
+
+@pytest.mark.parametrize("line", [("POST", "/", "HTTP/1.1"), ("Host:", "127.0.0.1:1974")])
+def test_lines_a_browser_sends_end_the_connection(client: MemoryClient, line: tuple[str, ...]) -> None:
+    assert client.raw(*line) == b""
+    assert client.conn.closing
+
+
+@pytest.mark.parametrize(
+    "path", ["pion.wal.2", "pion.snapshot.1", "kv/trash/x", "kv", "blob/b", "quarantine/q", "./x", "a" * 251]
+)
+def test_a_copy_does_not_take_the_names_of_the_data_directory(client: MemoryClient, path: str) -> None:
+    reply = client("KV.PREFIX.SAVE", path)
+    assert isinstance(reply, Error)
+    assert reply.text.startswith(b"ERR KV.PREFIX.SAVE: ")

@@ -229,3 +229,15 @@ async def test_the_end_of_the_task_ends_the_server():
         await ask(stream, b"+PONG\r\n", "PING")
         nursery.cancel_scope.cancel()
     assert await until_closed(stream) == b""
+
+
+async def test_a_web_page_cannot_send_commands() -> None:
+    """Nothing behind an HTTP request line or its Host header is run."""
+    async with running() as (server, port):
+        for head in (b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"):
+            page = await connect(port)
+            await page.send_all(head + b"\r\nSET k page\r\n")
+            with trio.fail_after(5):
+                while await page.receive_some(65536):
+                    pass
+        assert not server.engine.keyspace.exists(0, b"k")

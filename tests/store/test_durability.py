@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -245,3 +247,52 @@ def test_a_bloated_index_shrinks(engine: Engine) -> None:
     assert engine._store.index.size > 256 * 1024
     engine._upkeep._upkeep()
     assert engine._store.index.size < 4096
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """Room for some hundred files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/dev/fd")) + 128, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("few_descriptors")
+def test_commit_needs_few_descriptors(tmp_path: Path) -> None:
+    """Entries are flushed in batches: hundreds can be dirty where not so many files may be open."""
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        blob = fill(engine, b"p0")
+        for i in range(1, 400):
+            fill(engine, b"p%d" % i, layers=1)
+        engine.commit()
+        assert engine.info()["wal_bytes"] == 0
+    with Engine(tmp_path / "data", ticker=False) as again:
+        assert all(again.lookup(b"p%d" % i) for i in range(400))
+        assert fetched(again, b"p0_pk", 0, 16, native=True) == blob
+
+
+@pytest.mark.usefixtures("few_descriptors")
+def test_a_commit_without_descriptors_is_put_off_not_lost(tmp_path: Path) -> None:
+    """Nothing was flushed and nothing is lost: that one COMMIT is refused, the next one may succeed."""
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        for i in range(8):
+            fill(engine, b"p%d" % i)
+        for entry in engine._store.entries.values():
+            entry.ref = None  # as after many others were opened
+        taken = []
+        try:
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        try:
+            engine._store._open.clear()
+            with pytest.raises(StorageError):
+                engine.commit()
+        finally:
+            for fd in taken:
+                os.close(fd)
+        assert engine.info()["vstore_sync_failed"] == 0
+        engine.commit()
+        assert engine.info()["wal_bytes"] == 0
