@@ -166,7 +166,7 @@ def _guidance(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "| what to expect | K/V (bits per value, agreement, KL) |"
     yield "|---|---|"
-    left = sorted(worst, key=lambda name: worst[name]["bits_per_value"])
+    left = sorted(worst, key=lambda name: (worst[name]["bits_per_value"], worst[name]["kl"]))
     for title, agreement, kl in CLASSES:
         inside = [name for name in left if met(worst[name], agreement, kl)]
         left = [name for name in left if name not in inside]
