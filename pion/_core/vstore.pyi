@@ -24,7 +24,6 @@ __all__ = [
     "BadRowError",
     "DamageError",
     "Rows",
-    "aux_of",
     "beyond",
     "check_records",
     "convert_keys",
@@ -50,7 +49,6 @@ class DamageError(ValueError):
 
 def row_bytes(fmt: int, dim: int) -> int: ...
 def is_keys(fmt: int) -> bool: ...
-def aux_of(fmt: int, loose: bool = False) -> int: ...
 def write_record(
     fd: int,
     offset: int,

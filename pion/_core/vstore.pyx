@@ -18,7 +18,7 @@ from pion._core.framing cimport (
 
 __all__ = [
     "BIG_ALIGN", "BIG_FROM", "CHECKED", "GROUP", "KIND_STORE", "KIND_TRIM", "LOOSE", "BadRowError", "DamageError",
-    "Rows", "aux_of", "beyond", "check_records", "convert_keys", "convert_region", "flush", "is_keys", "narrow",
+    "Rows", "beyond", "check_records", "convert_keys", "convert_region", "flush", "is_keys", "narrow",
     "row_bytes", "write_record", "writeback",
 ]
 
@@ -82,11 +82,6 @@ def row_bytes(int fmt, Py_ssize_t dim) -> int:
     if size == 0:
         raise ValueError(f"format {fmt & 255} does not take rows of {dim} values")
     return size
-
-
-def aux_of(int fmt, bint loose=False) -> int:
-    """The aux field of a record of rows: the format's parameter, and whether they are loose rows of a key form."""
-    return (fmt >> 8) << 16 | (VS_LOOSE if loose else 0)
 
 
 def write_record(int fd, uint64_t offset, uint32_t seed, *, uint8_t kind, payload=b"", uint16_t layer=0,

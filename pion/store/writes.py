@@ -336,7 +336,7 @@ def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload
     head = framing.pack_header(
         kind=sink.kind, seed=entry.seed, payload_len=sink.payload_len, payload_crc=crc, layer=sink.layer,
         side=sink.side, start=sink.start, count=sink.count, offset=sink.at, align=sink.align, fmt=sink.fmt & 255,
-        dim=sink.dim, aux=vstore.aux_of(sink.fmt),
+        dim=sink.dim, aux=(sink.fmt >> 8) << 16,
     )[: framing.HEADER_SIZE]  # fmt: skip
     spare = sink.reserved - used
     if spare and entry.size != sink.at + sink.reserved:
