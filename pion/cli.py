@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pion import __version__
 from pion.config import HelpRequested, Options, VersionRequested, help_text, parse_args
-from pion.errors import NOT_IN_VERSION, StartupError
+from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
@@ -29,7 +29,8 @@ def server_main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until SIGTERM, SIGINT or SHUTDOWN.
 
     Returns:
-        The exit status: 0 after a clean end, 1 when the server could not start (`FATAL: ...` on stderr).
+        The exit status: 0 after a clean end, 1 when the server could not start or not write down what it held
+        (`FATAL: ...` on stderr).
     """
     try:
         options = parse_args(sys.argv[1:] if argv is None else argv)
@@ -49,26 +50,26 @@ def server_main(argv: Sequence[str] | None = None) -> int:
     print(banner(options), flush=True)
     try:
         trio.run(functools.partial(serve, options))
-    except StartupError as error:
+    except (StartupError, StorageError) as error:
         return _fatal(error)
     except BaseExceptionGroup as group:
         # The nursery of serve() wraps whatever ends it.
-        startup, rest = group.split(StartupError)
-        if startup is None or rest is not None:
+        known, rest = group.split((StartupError, StorageError))
+        if known is None or rest is not None:
             raise
-        return _fatal(_leaf(startup))
+        return _fatal(_leaf(known))
     return 0
 
 
-def _leaf(group: BaseExceptionGroup[StartupError]) -> StartupError:
+def _leaf(group: BaseExceptionGroup[PionError]) -> PionError:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, StartupError)
+    assert isinstance(error, PionError)
     return error
 
 
-def _fatal(error: StartupError, hint: str = "") -> int:
+def _fatal(error: PionError, hint: str = "") -> int:
     print(f"FATAL: {error}", file=sys.stderr)
     if hint:
         print(hint, file=sys.stderr)

@@ -270,7 +270,8 @@ class Engine(SessionMethods, PrefixMethods):
         try:
             self._upkeep.commit()
         except OSError as error:
-            raise StorageError("ERR KV.PREFIX.COMMIT: a log could not be flushed (or --no-wal)") from error
+            why = error.strerror
+            raise StorageError(f"ERR KV.PREFIX.COMMIT: a log could not be flushed (or --no-wal): {why}") from error
 
     def checkpoint(self) -> None:
         """COMMIT and a fresh index; also without `wal`.
@@ -298,7 +299,7 @@ class Engine(SessionMethods, PrefixMethods):
             elif held:
                 save_copy(self._store, self.root, path)
         except OSError as error:
-            raise StorageError(failed) from error
+            raise StorageError(f"{failed}: {error.strerror}") from error
         if not held:
             raise StorageError(failed)
 

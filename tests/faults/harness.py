@@ -72,7 +72,8 @@ class Runner:
             elif "refused" in line:
                 continue
             elif "step" in line:
-                out.acked.append(not base64.b64decode(line["reply"]).startswith(b"-"))
+                reply = base64.b64decode(line["reply"])  # nothing at all when the connection was closed instead
+                out.acked.append(bool(reply) and not reply.startswith(b"-"))
             else:
                 out.count = line["count"]
         return out

@@ -77,6 +77,8 @@ def _play(job: dict[str, Any], shim: ctypes.CDLL, out: Any) -> None:
     for number, step in enumerate(job["steps"]):
         shim.fault_mark(ctypes.c_long(number))
         reply = door(base64.b64decode(step))
+        if not reply:  # the log could not be written: nothing can be said about the command
+            door.reconnect()
         print(json.dumps({"step": number, "reply": base64.b64encode(reply).decode()}), file=out, flush=True)
     shim.fault_mark(ctypes.c_long(len(job["steps"])))
     if job.get("close"):
@@ -89,6 +91,8 @@ def _read(job: dict[str, Any], out: Any) -> None:
     if job.get("power_cut"):
         index.boot_id = lambda: b"another boot"  # type: ignore[assignment]
     engine = Engine(job["dir"], ticker=False)
+    for thread in engine._threads:
+        thread.join()  # it takes in files the index did not know
     found = snapshot(engine, [ns.encode() for ns in job["namespaces"]])
     if job.get("close", True):
         engine.close()

@@ -63,9 +63,14 @@ class Door:
         )
         self.dispatcher.plane = self.plane
         self.plane.fast_enabled = fast
+        self.proto = proto
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """A fresh connection."""
         self.conn = self.plane.open_memory()
         self.dispatcher.connected(self.conn)
-        self.conn.proto = proto
+        self.conn.proto = self.proto
 
     def _handle(self, conn: Any, argv: list[Any]) -> Any:
         self.slow_frames += 1
