@@ -136,7 +136,7 @@ class Trial:
                 run["free"] = answer[:start] + tokens
 
     def measure(self, splits: Sequence[Split], *, free: bool) -> list[dict[str, Any]]:
-        """One line for each split."""
+        """One line for each split; free runs that an earlier call made are in it too."""
         lines, runs = [], []
         for split in splits:
             k_formats, v_formats = split.formats(len(self.prefix.k))
@@ -158,7 +158,7 @@ class Trial:
             )
         if free:
             self.free(runs)
-        return [line | {"free": run["free"] if free else None} for line, (run, _, _) in zip(lines, runs, strict=True)]
+        return [line | {"free": run.get("free")} for line, (run, _, _) in zip(lines, runs, strict=True)]
 
 
 def summary(lines: Sequence[dict[str, Any]], answers: Sequence[list[int]], tokens: int) -> dict[str, Any]:

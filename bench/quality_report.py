@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -40,11 +41,12 @@ measured on real models; `make quality` measures it again. All figures are in [q
 METHOD: Final = """
 ## What was measured
 
-* **Models.** {models}. Weights and arithmetic in fp32, so that nothing but the format differs.
-* **Prompts.** {prompts} texts: language reference, documentation, source code, lists, dialogues, tables of numbers,
-  JSON, logs, prose; from what a Python installation contains and from templates (`bench/quality_prompts.py`). They
-  are cut to prefixes of {lengths} tokens, which end inside a group of rows. SmolLM2 is an
-  instruct model and is asked about the text; Gemma 3 270M is a base model and continues it.
+* **Models.** {models}.
+  Weights and arithmetic in fp32, so that nothing but the format differs.
+* **Prompts.** Up to {prompts} texts: language reference, documentation, source code, lists, dialogues, tables of
+  numbers, JSON, logs, prose; from what a Python installation contains and from templates
+  (`bench/quality_prompts.py`). They are cut to prefixes of {lengths} tokens, which end inside a group of rows.
+  SmolLM2 is an instruct model and is asked about the text; Gemma 3 270M is a base model and continues it.
 * **The cache.** K and V of the prefix are computed once, K after RoPE as the cache holds it, encoded and decoded by the
   compiled core exactly as the store does it, and put back. The request's own tokens are computed after that and are not
   quantized. In Gemma's sliding-window layers only the last 512 rows, which the rotating cache still holds, are stored:
@@ -64,9 +66,9 @@ The columns of the tables:
   the same tokens before it: those that the unquantized run chose.
 * **KL**: mean Kullback-Leibler divergence of the next-token distributions at the same places, in nats.
 * **BLEU**: free greedy runs of {tokens} tokens against the unquantized run: corpus BLEU-4 over token ids, without
-  smoothing, {bleu} prompts. It is harsh: one different token early on changes all that follow.
+  smoothing. It is harsh: one different token early on changes all that follow.
 
-Agreement is a share of {decisions} decisions for each model: its standard error is about {error} at 0.98.
+Agreement is a share of at least {decisions} decisions: its standard error is about {error} at 0.98.
 
 ## Run it again
 
@@ -164,7 +166,7 @@ def _guidance(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "| what to expect | K/V (bits per value, agreement, KL) |"
     yield "|---|---|"
-    left = sorted(worst, key=lambda name: worst[name]["bits_per_value"])
+    left = sorted(worst, key=lambda name: (worst[name]["bits_per_value"], worst[name]["kl"]))
     for title, agreement, kl in CLASSES:
         inside = [name for name in left if met(worst[name], agreement, kl)]
         left = [name for name in left if name not in inside]
@@ -181,24 +183,24 @@ def markdown(found: dict[str, Any]) -> str:
     first = next(iter(found.values()))
     lines = list(_guidance(found))
     for model in found.values():
-        lines += [f"## {model['title']}", "", f"{model['shape']}.", "", *_table(model), ""]
+        bleu = sorted({f["bleu_prompts"] for f in model["splits"].values()} - {0})
+        counted = f"{model['prompts']} prompts, {model['tokens']} tokens behind each"
+        counted += f"; BLEU on {' or '.join(map(str, bleu))} of them" if bleu else ""
+        lines += [f"## {model['title']}", "", f"{model['shape']}. {counted}.", "", *_table(model), ""]
     lines += ["## What the project asks for", "", "Agreement / KL; of the 4-bit pairs the better one counts.", ""]
     lines += ["| model | K/V | asked | measured | |", "|---|---|---|---|---|"]
     for title, name, asked, got, ok in bars(found):
         lines.append(f"| {title} | {name} | {asked} | {got} | {'reached' if ok else '**not reached**'} |")
-    decisions = first["prompts"] * first["tokens"]
+    decisions = min(model["prompts"] for model in found.values()) * first["tokens"]
     return (
         INTRO
         + "\n".join(lines)
         + "\n"
         + METHOD.format(
             models="; ".join(f"{model['title']} ({model['shape']})" for model in found.values()),
-            prompts=first["prompts"],
+            prompts=max(model["prompts"] for model in found.values()),
             lengths=", ".join(map(str, first["prefix_tokens"])),
             tokens=first["tokens"],
-            bleu=" and ".join(
-                dict.fromkeys(str(max(f["bleu_prompts"] for f in model["splits"].values())) for model in found.values())
-            ),
             decisions=f"{decisions:,}",
             error=f"{math.sqrt(0.98 * 0.02 / decisions):.3f}",
         )
@@ -294,7 +296,11 @@ def write(found: dict[str, Any], folder: Path = DOCS) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / "quality.json"
     held = json.loads(path.read_text()) if path.exists() else {}
-    merged = {name: _short(figures) for name, figures in (held | found).items()}
-    path.write_text(json.dumps(merged, indent=1) + "\n")
+    known = held | found
+    merged = {name: _short(known[name]) for name in sorted(known, reverse=True)}  # the smaller model first
+    flat = re.sub(
+        r"\[\s+([^\[\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(merged, indent=1)
+    )
+    path.write_text(flat + "\n")  # lists of numbers on one line
     (folder / "quality.md").write_text(markdown(merged))
     (folder / "quality.svg").write_text(svg(merged))

@@ -16,7 +16,7 @@ from pion.demo import blas, prompt, smollm2
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--url", default="pion://127.0.0.1:1974")
 parser.add_argument("--model", help="for mlx_lm.load; default: SmolLM2-135M-Instruct")
-parser.add_argument("--vquant", default="fp16", help="fp16, native, bf16, fp32 or int8")
+parser.add_argument("--vquant", default="fp16", help="fp16, native, int8, fp8, mlx4g32, turbo4, ...")
 parser.add_argument("--drop", action="store_true", help="delete the prefix on the server first")
 options = parser.parse_args()
 

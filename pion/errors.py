@@ -158,11 +158,6 @@ def expire_time(command: str) -> CommandError:
     return CommandError(f"ERR invalid expire time in '{command}' command")
 
 
-def format_not_built(command: str, fmt: str) -> CommandError:
-    """A format of the specification whose codec is not in this version."""
-    return CommandError(f"ERR {command}: VQUANT '{fmt}' is not in this version (built: int8 fp16 bf16 fp32 native)")
-
-
 def _printable(raw: bytes, limit: int) -> str:
     """`_clean` as text; bytes that are no UTF-8 survive the way back into the reply."""
     return _clean(raw, limit).decode("utf-8", "surrogateescape")

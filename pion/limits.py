@@ -72,7 +72,8 @@ FORMATS: Final[dict[str, int]] = {
     "bf16": 9,
 }
 FORMAT_NAMES: Final[dict[int, str]] = {code: name for name, code in FORMATS.items()}
-BUILT_FORMATS: Final = ("int8", "fp16", "bf16", "fp32")
+BUILT_FORMATS: Final = ("fp16", "bf16", "fp32", "int8", "fp8", "mlx4g32", "turbo4", "turbo3", "turbo2")
+"""Formats for a whole session or prefix; bf16_rope_fp8_body is given layer by layer, with its parameter."""
 GROUP: Final = 32
 FP16_MAX: Final = 65504.0
 

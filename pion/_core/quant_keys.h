@@ -7,18 +7,23 @@
  *
  * A block, which is also what stands on disk, for `dim` channels and b = 4, 3 or 2 bits:
  *
- *     codes    8 octets of rows; octet o (rows 8o..8o+7 of the group) has b planes of dim bytes, byte c is channel c's:
- *                  b = 4   plane k holds row 2k in bits 0-3 and row 2k+1 in bits 4-7        (rows within the octet)
- *                  b = 2   plane k holds row 4k+j in bits 2j and 2j+1, j = 0..3
- *                  b = 3   planes 0 and 1 hold the low two bits of the codes as for b = 2, plane 2 the high bit of
- *                          row j in bit j
- *     scales   dim fp16
+ *     codes    8 octets of rows; octet o (rows 8o..8o+7 of the group) has b planes of dim bytes; byte c of plane k is
+ *              channel c's and holds bit k of the code of the octet's row j in bit j (the last plane: see below)
+ *     scales   dim fp16; the sign is a flag, the scale is the rest
  *     biases   dim fp16
  *     zeros    up to a multiple of 64 bytes
  *
  * A value is bias + scale * code in single precision, then turned. With a rope, pair i of a head of D values is
- * (i, i + D/2), i < floor(D/2), its angle position * theta^(-2i/D), as in mlx's rope with traditional=False; the last
- * value of a head of odd size is not turned. Without (theta 0), heads do not matter.
+ * (i, i + D/2), i < P = floor(D/2), its angle position * theta^(-2i/D), as in mlx's rope with traditional=False; the
+ * last value of a head of odd size is not turned. Without (theta 0), heads do not matter: the row counts as one of
+ * D = dim.
+ *
+ * Channels have partners: value i of a head and P-1-i, and P+i and 2P-1-i. A rope's slow channels spread widest, and
+ * this way they meet the fast ones. The middle pair, where P is odd, and the last value of an odd head have none. Where
+ * one of a couple spreads much wider than the other, it has b+1 bits and its partner b-1: the sign of the wide one's
+ * scale is set, and the byte that the narrow one leaves free in the last plane of each octet holds bit b of the wide
+ * one's codes. Both signs set, which is never written: each has bit b in the other's byte and none of its own there. A
+ * sign where there is no partner means nothing.
  *
  * Arithmetic is IEEE, one rounding per operation (-ffp-contract=off), and sine, cosine, logarithm and power are
  * computed here, so that every machine writes the same bytes; pion/ref/quant_keys.py says the same in numpy.
@@ -32,22 +37,40 @@
 
 #include <math.h>
 
-enum { QK_ROWS = Q_KEY_ROWS, QK_OCTET = 8, QK_RUN = 32, QK_LANES = 64 };
+enum { QK_ROWS = Q_KEY_ROWS, QK_OCTET = 8, QK_RUN = 16, QK_PAIRS = 32, QK_LANES = 64, QK_WORDS = 8 };
+enum { QK_MOST_BITS = 5, QK_WIDE = 0x8000 };
 
 /* Into every clone of their caller: a shared copy would be compiled for the baseline processor. */
 #define QK_INLINE static inline __attribute__((always_inline))
 
 #define QK_POSITIONS (UINT64_C(1) << 40) /* beyond, an angle keeps too few digits */
 
-/* A tile is two runs of up to 32 channels, in lanes 0..31 and 32..63; with a rope the second run holds the partners. */
+/* A tile is up to 32 pairs in lanes i and 32 + i, so chosen that the partner of lane i is lane i ^ 31: n <= 16 pairs
+ * from the head's start, and in lanes 32-n..31 the n that mirror them at the end of its half. Fewer runs: a middle
+ * pair, or one value that is not turned. */
 typedef struct {
-    size_t a, b, na, nb, ahead; /* ahead: channels from here to the next tile, most of the time */
-    int turned;
+    size_t start[4], n[4], ahead; /* runs of channels; ahead: channels from here to the next tile, most of the time */
+    int full, partners, turned;
 } qk_tile;
 
 typedef struct {
-    float cosine[QK_ROWS][QK_RUN], sine[QK_ROWS][QK_RUN];
+    float cosine[QK_ROWS][QK_PAIRS], sine[QK_ROWS][QK_PAIRS];
 } qk_turns;
+
+/* A byte for each lane, in words: a byte's bits are moved with shifts of words. */
+typedef struct {
+    uint64_t word[QK_WORDS];
+} qk_bytes;
+
+#define QK_ONES UINT64_C(0x0101010101010101)
+
+/* Word w of the bytes that the partners have. */
+QK_INLINE uint64_t qk_partner(const qk_bytes *bytes, size_t w) { return __builtin_bswap64(bytes->word[w ^ 3]); }
+
+/* The first lane of each run of a tile. */
+QK_INLINE size_t qk_lane(const qk_tile *tile, int run) {
+    return (run < 2 ? 0 : QK_PAIRS) + (run % 2 ? QK_PAIRS - tile->n[run] : 0);
+}
 
 /* Bytes of the block of 64 rows, a multiple of 64; 0 for what is no key form. */
 static inline size_t qk_block_bytes(int fmt, size_t dim) {
@@ -59,6 +82,25 @@ static inline int qk_rope_fits(int fmt, size_t dim, double theta) {
     size_t head = q_param(fmt);
     if (theta == 0.0) return 1;
     return theta > 0.0 && theta < 1e300 && theta > 1e-300 && head > 0 && dim % head == 0;
+}
+
+/* Copies the runs of a tile between its lanes and an array of channels; `width` bytes a channel. */
+QK_INLINE void qk_scatter(const qk_tile *tile, const void *lanes, uint8_t *channels, size_t width) {
+    const uint8_t *from = (const uint8_t *)lanes;
+    for (int run = 0; run < 4; run++) {
+        uint8_t *to = channels + width * tile->start[run];
+        if (tile->full) memcpy(to, from + width * QK_RUN * (size_t)run, width * QK_RUN);
+        else memcpy(to, from + width * qk_lane(tile, run), width * tile->n[run]);
+    }
+}
+
+QK_INLINE void qk_gather(const qk_tile *tile, const uint8_t *channels, void *lanes, size_t width) {
+    uint8_t *to = (uint8_t *)lanes;
+    for (int run = 0; run < 4; run++) {
+        const uint8_t *from = channels + width * tile->start[run];
+        if (tile->full) memcpy(to + width * QK_RUN * (size_t)run, from, width * QK_RUN);
+        else memcpy(to + width * qk_lane(tile, run), from, width * tile->n[run]);
+    }
 }
 
 /* ---- angles ---------------------------------------------------------------------------------------------------- */
@@ -112,19 +154,20 @@ QK_INLINE void qk_cos_sin(double turns, double *cosine, double *sine) {
     *sine = back || quarter == -1.0 ? -second : second;
 }
 
-/* Cosines and sines for 64 rows and the pairs from..from+n of a head of `head` values: the angle of the first row and
- * the step from row to row in double precision, then products. */
+/* Cosines and sines for 64 rows and the pairs from..from+n of a head and those that mirror them: the angle of the first
+ * row and the step from row to row in double precision, then products. */
 Q_CLONES static void qk_fill_turns(qk_turns *turns, uint64_t position, double theta, size_t head, size_t from,
                                    size_t n) {
-    double c[QK_RUN] = {0}, s[QK_RUN] = {0}, step_c[QK_RUN] = {0}, step_s[QK_RUN] = {0};
+    double c[QK_PAIRS] = {0}, s[QK_PAIRS] = {0}, step_c[QK_PAIRS] = {0}, step_s[QK_PAIRS] = {0};
     double log2_theta = qk_log2(theta);
-    for (size_t i = 0; i < n; i++) {
-        double turn = qk_exp2(-(2.0 * (double)(from + i) / (double)head) * log2_theta) * 0.15915494309189535;
-        qk_cos_sin(turn, step_c + i, step_s + i);
-        qk_cos_sin((double)position * turn, c + i, s + i);
+    for (size_t k = 0; k < 2 * n; k++) {
+        size_t lane = k < n ? k : QK_PAIRS - 1 - (k - n), pair = k < n ? from + k : head / 2 - 1 - from - (k - n);
+        double turn = qk_exp2(-(2.0 * (double)pair / (double)head) * log2_theta) * 0.15915494309189535;
+        qk_cos_sin(turn, step_c + lane, step_s + lane);
+        qk_cos_sin((double)position * turn, c + lane, s + lane);
     }
     for (size_t row = 0; row < QK_ROWS; row++) {
-        for (size_t i = 0; i < QK_RUN; i++) {
+        for (size_t i = 0; i < QK_PAIRS; i++) {
             turns->cosine[row][i] = (float)c[i];
             turns->sine[row][i] = (float)s[i];
             double next = c[i] * step_c[i] - s[i] * step_s[i];
@@ -146,23 +189,23 @@ QK_INLINE float qk_half(uint32_t word) {
 
 QK_INLINE uint32_t qk_beyond(uint32_t word) { return (word & ~Q_F32_SIGN) > Q_F32_65504; }
 
-/* n source values as floats that fp16 holds. Nonzero: one of them is not within +-65504. */
-QK_INLINE uint32_t qk_load(int from, const uint8_t *restrict src, float *restrict out, size_t n) {
+/* Source values of a tile's lanes as floats that fp16 holds. Nonzero: one of them is not within +-65504. */
+QK_INLINE uint32_t qk_load(int from, const uint8_t *restrict src, float *restrict out) {
     uint32_t bad = 0;
     if (from == Q_FP32) {
-        for (size_t i = 0; i < n; i++) {
+        for (size_t i = 0; i < QK_LANES; i++) {
             uint32_t word = q_load32(src + 4 * i);
             bad |= qk_beyond(word);
             out[i] = qk_half(word);
         }
     } else if (from == Q_BF16) {
-        for (size_t i = 0; i < n; i++) {
+        for (size_t i = 0; i < QK_LANES; i++) {
             uint32_t word = q_load16(src + 2 * i) << 16;
             bad |= qk_beyond(word);
             out[i] = qk_half(word);
         }
     } else {
-        for (size_t i = 0; i < n; i++) {
+        for (size_t i = 0; i < QK_LANES; i++) {
             uint32_t word = q_half_to(q_load16(src + 2 * i));
             bad |= qk_beyond(word);
             out[i] = q_float(word);
@@ -171,58 +214,43 @@ QK_INLINE uint32_t qk_load(int from, const uint8_t *restrict src, float *restric
     return bad;
 }
 
-QK_INLINE uint32_t qk_load_run(int from, const uint8_t *src, float *out, size_t n) {
-    return n == QK_RUN ? qk_load(from, src, out, QK_RUN) : qk_load(from, src, out, n);
-}
-
 /* Undo the rope of one row of a tile. Nonzero: a value has left +-65504. */
 QK_INLINE uint32_t qk_turn_back(float *restrict row, const float *restrict cosine, const float *restrict sine) {
     uint32_t bad = 0;
-    for (size_t i = 0; i < QK_RUN; i++) {
-        float lo = row[i], hi = row[QK_RUN + i];
+    for (size_t i = 0; i < QK_PAIRS; i++) {
+        float lo = row[i], hi = row[QK_PAIRS + i];
         float first = lo * cosine[i] + hi * sine[i], second = hi * cosine[i] - lo * sine[i];
         row[i] = first;
-        row[QK_RUN + i] = second;
+        row[QK_PAIRS + i] = second;
         bad |= qk_beyond(q_bits(first)) | qk_beyond(q_bits(second));
     }
     return bad;
 }
 
-/* What is stored of each lane, and the line that leads from a value above the minimum to its code. */
+/* What is stored of each lane, its highest code, and the line that leads from a value above the minimum to its code. */
 typedef struct {
     uint16_t scale[QK_LANES], bias[QK_LANES];
-    float slope[QK_LANES], shift[QK_LANES];
+    float top[QK_LANES], slope[QK_LANES], shift[QK_LANES];
 } qk_levels;
 
-/* One pass of assigning codes to y (64 rows above their minimum) along (y - base) * inverse, and the codes' sums. */
-QK_INLINE void qk_sums(float (*restrict y)[QK_LANES], const float *restrict base, const float *restrict inverse,
-                           float top, float *restrict sum, float *restrict squares, float *restrict products) {
-    for (size_t i = 0; i < QK_LANES; i++) sum[i] = squares[i] = products[i] = 0.0f;
-    for (size_t row = 0; row < QK_ROWS; row++) {
-        for (size_t i = 0; i < QK_LANES; i++) {
-            float at = (y[row][i] - base[i]) * inverse[i];
-            at = at > 0.0f ? at : 0.0f;
-            at = at < top ? at : top;
-            float code = (at + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: rounds to even */
-            sum[i] += code;
-            squares[i] += code * code;
-            products[i] += y[row][i] * code;
-        }
-    }
-}
+/* How much wider than its partner's the spread of a channel (maximum - minimum) must be to take a bit from it. */
+#define QK_MUCH 2.0f
+
+/* How far inside minimum and maximum the outer levels lie, in steps: what errors on Gaussian keys and case C1 need. */
+QK_INLINE float qk_inset(int bits) { return bits == 4 ? 0.0f : bits == 3 ? 0.25f : 0.5625f; }
 
 /* Levels for the lanes of a tile. x becomes its height above the lane's minimum.
- * The outer levels are minimum and maximum. For 2 bits, whose error would be too large, scale and bias are then fitted
- * to the codes by least squares and the codes chosen anew; with more bits that made errors smaller and answers worse,
- * for it moves the extremes, where attention looks.
- * The last scale gives the decoded lane the spread of the lane instead (least squares would shrink it), and the
- * final codes make up for the rounding of scale and bias to fp16. */
-QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], float top, int passes, qk_levels *restrict levels) {
-    float low[QK_LANES], high[QK_LANES], total[QK_LANES], squared[QK_LANES];
-    float step[QK_LANES], base[QK_LANES], inverse[QK_LANES], sum[QK_LANES], squares[QK_LANES], products[QK_LANES];
+ * Equidistant levels from minimum to maximum, or a bit inside. Fitting them by least squares makes errors smaller and
+ * answers worse, for it moves the extremes, where attention looks.
+ * The scale that is stored gives the decoded lane the spread that the lane has, and the codes are then chosen anew, so
+ * that they make up for the rounding of scale and bias to fp16. */
+QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], int bits, int partners, qk_levels *restrict levels) {
+    float low[QK_LANES], high[QK_LANES], total[QK_LANES], squared[QK_LANES], base[QK_LANES], inverse[QK_LANES];
+    float sum[QK_LANES], squares[QK_LANES], wide[QK_LANES], top[QK_LANES];
+    const float inset = qk_inset(bits), usual = (float)(1 << bits);
     for (size_t i = 0; i < QK_LANES; i++) {
         low[i] = high[i] = x[0][i];
-        total[i] = squared[i] = base[i] = 0.0f;
+        total[i] = squared[i] = sum[i] = squares[i] = wide[i] = 0.0f;
     }
     for (size_t row = 1; row < QK_ROWS; row++) {
         for (size_t i = 0; i < QK_LANES; i++) {
@@ -232,26 +260,28 @@ QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], float top, int passes, qk_l
     }
     for (size_t i = 0; i < QK_LANES; i++) {
         low[i] += 0.0f; /* -0 becomes +0 */
-        step[i] = (high[i] - low[i]) / top;
+        high[i] -= low[i];
+    }
+    if (partners)
+        for (size_t i = 0; i < QK_LANES; i++) wide[i] = high[i] > QK_MUCH * high[i ^ 31] ? 1.0f : 0.0f;
+    for (size_t i = 0; i < QK_LANES; i++) {
+        float count = wide[i] > 0.0f ? usual + usual : wide[i ^ 31] > 0.0f ? 0.5f * usual : usual;
+        levels->top[i] = top[i] = count - 1.0f;
+        float step = high[i] / (top[i] + 2.0f * inset);
+        base[i] = inset * step;
+        inverse[i] = step > 0.0f ? 1.0f / step : 0.0f;
     }
     for (size_t row = 0; row < QK_ROWS; row++) {
         for (size_t i = 0; i < QK_LANES; i++) {
-            x[row][i] -= low[i];
-            total[i] += x[row][i];
-            squared[i] += x[row][i] * x[row][i];
-        }
-    }
-    for (int pass = 0;; pass++) {
-        for (size_t i = 0; i < QK_LANES; i++) inverse[i] = step[i] > 0.0f ? 1.0f / step[i] : 0.0f;
-        qk_sums(x, base, inverse, top, sum, squares, products);
-        if (pass == passes - 1) break;
-        for (size_t i = 0; i < QK_LANES; i++) {
-            float spread = 64.0f * squares[i] - sum[i] * sum[i];
-            float shared = 64.0f * products[i] - total[i] * sum[i];
-            int fits = spread > 0.0f && shared > 0.0f;
-            float fitted = shared / (fits ? spread : 1.0f);
-            step[i] = fits ? fitted : step[i];
-            base[i] = fits ? (total[i] - fitted * sum[i]) * 0.015625f : base[i];
+            float y = x[row][i] - low[i], at = (y - base[i]) * inverse[i];
+            at = at > 0.0f ? at : 0.0f;
+            at = at < top[i] ? at : top[i];
+            float code = (at + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: rounds to even */
+            x[row][i] = y;
+            total[i] += y;
+            squared[i] += y * y;
+            sum[i] += code;
+            squares[i] += code * code;
         }
     }
     for (size_t i = 0; i < QK_LANES; i++) {
@@ -267,82 +297,64 @@ QK_INLINE void qk_fit(float (*restrict x)[QK_LANES], float top, int passes, qk_l
         uint32_t half_bias = q_half_of(q_bits(bias));
         float offset = q_float(q_half_to(half_bias)) - low[i];
         float ratio = kept > 0.0f ? scale / kept : 0.0f, from = kept > 0.0f ? (mean - offset) / kept : 0.0f;
-        levels->scale[i] = (uint16_t)half;
+        levels->scale[i] = (uint16_t)(half | (wide[i] > 0.0f ? QK_WIDE : 0));
         levels->bias[i] = (uint16_t)half_bias;
         levels->slope[i] = inverse[i] * ratio;
         levels->shift[i] = from - ratio * (base[i] * inverse[i] + middle);
     }
 }
 
-QK_INLINE void qk_codes(float (*restrict y)[QK_LANES], const qk_levels *restrict levels, float top,
-                            uint8_t (*restrict codes)[QK_LANES]) {
+QK_INLINE void qk_codes(float (*restrict y)[QK_LANES], const qk_levels *restrict levels,
+                        qk_bytes *restrict codes) {
     for (size_t row = 0; row < QK_ROWS; row++) {
+        uint8_t code[QK_LANES];
         for (size_t i = 0; i < QK_LANES; i++) {
             float at = y[row][i] * levels->slope[i] + levels->shift[i];
             at = at > 0.0f ? at : 0.0f;
-            at = at < top ? at : top;
-            codes[row][i] = (uint8_t)(q_bits(at + 12582912.0f) - 0x4b400000u);
+            at = at < levels->top[i] ? at : levels->top[i];
+            code[i] = (uint8_t)(q_bits(at + 12582912.0f) - 0x4b400000u);
         }
+        memcpy(codes + row, code, sizeof code);
     }
 }
 
-/* The planes of one octet of rows, made of its codes. */
-QK_INLINE void qk_pack(int bits, uint8_t (*restrict codes)[QK_LANES], uint8_t (*restrict planes)[QK_LANES]) {
-    if (bits == 4) {
-        for (size_t k = 0; k < 4; k++)
-            for (size_t i = 0; i < QK_LANES; i++)
-                planes[k][i] = (uint8_t)(codes[2 * k][i] | codes[2 * k + 1][i] << 4);
-        return;
+/* The planes of one octet of rows, made of its codes. The bits beyond the last plane move to the partner's place there,
+ * whose own bits are 0. */
+QK_INLINE void qk_pack(int bits, const qk_bytes *restrict codes, qk_bytes *restrict planes) {
+    for (int k = 0; k <= bits; k++) {
+        qk_bytes plane = {{0}};
+        for (int row = 0; row < QK_OCTET; row++)
+            for (size_t w = 0; w < QK_WORDS; w++) plane.word[w] |= (codes[row].word[w] >> k & QK_ONES) << row;
+        planes[k] = plane;
     }
-    for (size_t k = 0; k < 2; k++)
-        for (size_t i = 0; i < QK_LANES; i++)
-            planes[k][i] = (uint8_t)((codes[4 * k][i] & 3) | (codes[4 * k + 1][i] & 3) << 2 |
-                                     (codes[4 * k + 2][i] & 3) << 4 | (codes[4 * k + 3][i] & 3) << 6);
-    if (bits == 3) {
-        for (size_t i = 0; i < QK_LANES; i++) planes[2][i] = codes[0][i] >> 2;
-        for (size_t k = 1; k < QK_OCTET; k++)
-            for (size_t i = 0; i < QK_LANES; i++) planes[2][i] |= (uint8_t)((codes[k][i] >> 2) << k);
-    }
-}
-
-/* Copies the two runs of a tile between its lanes and an array of channels; `width` bytes a channel. */
-QK_INLINE void qk_scatter(const qk_tile *tile, const void *lanes, uint8_t *channels, size_t width) {
-    const uint8_t *from = (const uint8_t *)lanes;
-    memcpy(channels + width * tile->a, from, width * tile->na);
-    memcpy(channels + width * tile->b, from + width * QK_RUN, width * tile->nb);
-}
-
-QK_INLINE void qk_gather(const qk_tile *tile, const uint8_t *channels, void *lanes, size_t width) {
-    uint8_t *to = (uint8_t *)lanes;
-    memcpy(to, channels + width * tile->a, width * tile->na);
-    memcpy(to + width * QK_RUN, channels + width * tile->b, width * tile->nb);
+    for (size_t w = 0; w < QK_WORDS; w++) planes[bits - 1].word[w] |= qk_partner(planes + bits, w);
 }
 
 /* One tile of a group. bad[row] turns nonzero where the row cannot be kept; the block's content is then undefined. */
 Q_CLONES static void qk_encode_tile(int from, int bits, const qk_tile *tile, const qk_turns *turns, const uint8_t *src,
                                     uint8_t *block, size_t dim, uint32_t *bad) {
     float x[QK_ROWS][QK_LANES];
-    uint8_t codes[QK_ROWS][QK_LANES], planes[4][QK_LANES];
+    qk_bytes codes[QK_ROWS], planes[QK_MOST_BITS];
+    uint8_t given[4 * QK_LANES] = {0};
     qk_levels levels;
-    const float top = (float)((1 << bits) - 1);
-    size_t width = from == Q_FP32 ? 4 : 2, ahead = tile->ahead;
-    if (tile->na < QK_RUN || tile->nb < QK_RUN) memset(x, 0, sizeof x);
+    size_t width = from == Q_FP32 ? 4 : 2;
     for (size_t row = 0; row < QK_ROWS; row++) {
         const uint8_t *at = src + row * dim * width;
-        for (size_t line = 0; line < QK_RUN * width; line += 64) { /* the next tile: no prefetcher sees it coming */
-            __builtin_prefetch(at + width * (tile->a + ahead) + line, 0, 2);
-            __builtin_prefetch(at + width * (tile->b + ahead) + line, 0, 2);
-        }
-        bad[row] |= qk_load_run(from, at + width * tile->a, x[row], tile->na);
-        bad[row] |= qk_load_run(from, at + width * tile->b, x[row] + QK_RUN, tile->nb);
+        for (int run = 0; run < 4; run++) /* the next tile: no prefetcher sees it coming */
+            __builtin_prefetch(at + width * (tile->start[run] + tile->ahead), 0, 2);
+        if (width == 4) qk_gather(tile, at, given, 4);
+        else qk_gather(tile, at, given, 2);
+        bad[row] |= qk_load(from, given, x[row]);
         if (tile->turned) bad[row] |= qk_turn_back(x[row], turns->cosine[row], turns->sine[row]);
     }
-    qk_fit(x, top, bits > 2 ? 1 : 4, &levels);
-    qk_codes(x, &levels, top, codes);
+    qk_fit(x, bits, tile->partners, &levels);
+    qk_codes(x, &levels, codes);
     for (size_t octet = 0; octet < QK_ROWS / QK_OCTET; octet++) {
-        qk_pack(bits, codes + QK_OCTET * octet, planes);
+        if (bits == 4) qk_pack(4, codes + QK_OCTET * octet, planes);
+        else if (bits == 3) qk_pack(3, codes + QK_OCTET * octet, planes);
+        else qk_pack(2, codes + QK_OCTET * octet, planes);
         for (int k = 0; k < bits; k++)
-            qk_scatter(tile, planes[k], block + (octet * (size_t)bits + (size_t)k) * dim, 1);
+            qk_scatter(tile, planes + k, block + (octet * (size_t)bits + (size_t)k) * dim, 1);
     }
     uint8_t *scales = block + 8 * (size_t)bits * dim;
     qk_scatter(tile, levels.scale, scales, 2);
@@ -351,34 +363,27 @@ Q_CLONES static void qk_encode_tile(int from, int bits, const qk_tile *tile, con
 
 /* ---- decoding --------------------------------------------------------------------------------------------------- */
 
-/* The values of one octet of rows, not yet turned. */
-QK_INLINE void qk_unpack(int bits, uint8_t (*restrict planes)[QK_LANES], const float *restrict scale,
-                             const float *restrict bias, float (*restrict out)[QK_LANES]) {
-    if (bits == 4) {
-        for (size_t k = 0; k < 4; k++) {
-            for (size_t i = 0; i < QK_LANES; i++) {
-                out[2 * k][i] = bias[i] + scale[i] * (float)(planes[k][i] & 15);
-                out[2 * k + 1][i] = bias[i] + scale[i] * (float)(planes[k][i] >> 4);
-            }
-        }
-    } else if (bits == 3) {
-        for (size_t k = 0; k < QK_OCTET; k++)
-            for (size_t i = 0; i < QK_LANES; i++) {
-                int low = planes[k / 4][i] >> 2 * (k % 4) & 3, high = planes[2][i] >> k & 1;
-                out[k][i] = bias[i] + scale[i] * (float)(low | high << 2);
-            }
-    } else {
-        for (size_t k = 0; k < QK_OCTET; k++)
-            for (size_t i = 0; i < QK_LANES; i++)
-                out[k][i] = bias[i] + scale[i] * (float)(planes[k / 4][i] >> 2 * (k % 4) & 3);
+/* The values of one octet of rows, not yet turned. wide: 255 in lanes that have a bit more, whose partners have a bit
+ * less; there is one more plane than was stored, which this fills. */
+QK_INLINE void qk_unpack(int bits, qk_bytes *restrict planes, const qk_bytes *restrict wide,
+                         const float *restrict scale, const float *restrict bias, float (*restrict out)[QK_LANES]) {
+    for (size_t w = 0; w < QK_WORDS; w++) planes[bits].word[w] = qk_partner(planes + bits - 1, w) & wide->word[w];
+    for (size_t w = 0; w < QK_WORDS; w++) planes[bits - 1].word[w] &= ~qk_partner(wide, w);
+    for (int row = 0; row < QK_OCTET; row++) {
+        qk_bytes code = {{0}};
+        uint8_t codes[QK_LANES];
+        for (int k = 0; k <= bits; k++)
+            for (size_t w = 0; w < QK_WORDS; w++) code.word[w] |= (planes[k].word[w] >> row & QK_ONES) << k;
+        memcpy(codes, &code, sizeof codes);
+        for (size_t i = 0; i < QK_LANES; i++) out[row][i] = bias[i] + scale[i] * (float)codes[i];
     }
 }
 
 QK_INLINE void qk_turn(float *restrict row, const float *restrict cosine, const float *restrict sine) {
-    for (size_t i = 0; i < QK_RUN; i++) {
-        float lo = row[i], hi = row[QK_RUN + i];
+    for (size_t i = 0; i < QK_PAIRS; i++) {
+        float lo = row[i], hi = row[QK_PAIRS + i];
         row[i] = lo * cosine[i] - hi * sine[i];
-        row[QK_RUN + i] = hi * cosine[i] + lo * sine[i];
+        row[QK_PAIRS + i] = hi * cosine[i] + lo * sine[i];
     }
 }
 
@@ -386,18 +391,23 @@ Q_CLONES static void qk_decode_tile(int bits, const qk_tile *tile, const qk_turn
                                     uint8_t *dst, size_t dim) {
     float values[QK_OCTET][QK_LANES], scale[QK_LANES], bias[QK_LANES];
     uint16_t words[2][QK_LANES] = {{0}};
-    uint8_t planes[4][QK_LANES] = {{0}};
+    uint8_t flags[QK_LANES];
+    qk_bytes planes[QK_MOST_BITS] = {{{0}}}, wide;
     const uint8_t *scales = block + 8 * (size_t)bits * dim;
     qk_gather(tile, scales, words[0], 2);
     qk_gather(tile, scales + 2 * dim, words[1], 2);
     for (size_t i = 0; i < QK_LANES; i++) {
-        scale[i] = q_float(q_half_to(words[0][i]));
+        scale[i] = q_float(q_half_to(words[0][i] & (QK_WIDE - 1u)));
         bias[i] = q_float(q_half_to(words[1][i]));
+        flags[i] = tile->partners && words[0][i] & QK_WIDE ? 255 : 0;
     }
+    memcpy(&wide, flags, sizeof wide);
     for (size_t octet = 0; octet < QK_ROWS / QK_OCTET; octet++) {
         for (int k = 0; k < bits; k++)
-            qk_gather(tile, block + (octet * (size_t)bits + (size_t)k) * dim, planes[k], 1);
-        qk_unpack(bits, planes, scale, bias, values);
+            qk_gather(tile, block + (octet * (size_t)bits + (size_t)k) * dim, planes + k, 1);
+        if (bits == 4) qk_unpack(4, planes, &wide, scale, bias, values);
+        else if (bits == 3) qk_unpack(3, planes, &wide, scale, bias, values);
+        else qk_unpack(2, planes, &wide, scale, bias, values);
         for (size_t k = 0; k < QK_OCTET; k++) {
             size_t row = QK_OCTET * octet + k;
             if (tile->turned) qk_turn(values[k], turns->cosine[row], turns->sine[row]);
@@ -408,56 +418,43 @@ Q_CLONES static void qk_decode_tile(int bits, const qk_tile *tile, const qk_turn
 
 /* ---- groups ----------------------------------------------------------------------------------------------------- */
 
-/* The tiles of a row: of each 32 pairs those of all heads, so that they share their turns; then what is not turned. */
+/* The tiles of a row: of each 16 pairs and their mirrors those of all heads, so that they share their turns; then the
+ * middle pairs; then what is not turned. */
 typedef struct {
-    size_t dim, head, pairs, from, at;
-    int bare;
+    size_t dim, head, at, from, done;
+    int turned;
 } qk_walk;
 
 static inline qk_walk qk_start(int fmt, size_t dim, double theta) {
-    size_t head = theta == 0.0 ? 0 : q_param(fmt);
-    qk_walk walk = {dim, head, head / 2, 0, 0, head < 2};
+    qk_walk walk = {dim, theta == 0.0 ? dim : q_param(fmt), 0, 0, 0, theta != 0.0};
     return walk;
 }
 
-/* The next tile; 0 at the end. *fresh: the turns of pairs tile->a % head onwards are needed from here on. */
+/* The next tile; 0 at the end. *fresh: from here on the turns of n[0] pairs from walk->from on are needed. */
 static inline int qk_next(qk_walk *walk, qk_tile *tile, int *fresh) {
-    size_t dim = walk->dim, head = walk->head;
-    *fresh = 0;
-    if (!walk->bare) {
-        size_t left = walk->pairs - walk->from, n = left < QK_RUN ? left : QK_RUN;
-        *fresh = walk->at == 0;
-        tile->turned = 1;
-        tile->a = walk->at + walk->from;
-        tile->b = tile->a + walk->pairs;
-        tile->na = tile->nb = n;
-        tile->ahead = head;
-        walk->at += head;
-        if (walk->at == dim) {
-            walk->at = 0;
-            walk->from += n;
-            walk->bare = walk->from == walk->pairs;
-        }
-        return 1;
+    if (walk->at == walk->dim) {
+        walk->at = 0;
+        walk->from += walk->done;
     }
-    if (walk->at >= dim) return 0;
-    tile->turned = 0;
-    if (head > 1 && head % 2 == 0) return 0;
-    if (head > 1) { /* the last value of each head */
-        tile->a = tile->b = walk->at + head - 1;
-        tile->na = 1;
-        tile->nb = 0;
-        tile->ahead = head;
-        walk->at += head;
-        return 1;
-    }
-    size_t left = dim - walk->at;
-    tile->a = walk->at;
-    tile->ahead = QK_LANES;
-    tile->na = left < QK_RUN ? left : QK_RUN;
-    tile->b = tile->a + tile->na;
-    tile->nb = left - tile->na < QK_RUN ? left - tile->na : QK_RUN;
-    walk->at += QK_LANES;
+    size_t head = walk->head, at = walk->at, from = walk->from, pairs = head / 2, half = pairs / 2;
+    size_t left = from < half ? half - from : 1, n = left < QK_RUN ? left : QK_RUN;
+    int partners = from < half, two = from < half + pairs % 2;
+    if (!two && (head % 2 == 0 || from > half + pairs % 2)) return 0;
+    *fresh = walk->turned && two && at == 0;
+    tile->start[0] = at + (two ? from : head - 1);
+    tile->start[1] = partners ? at + pairs - from - n : tile->start[0];
+    tile->start[2] = two ? tile->start[0] + pairs : tile->start[0];
+    tile->start[3] = partners ? tile->start[1] + pairs : tile->start[0];
+    tile->n[0] = n;
+    tile->n[1] = partners ? n : 0;
+    tile->n[2] = two ? n : 0;
+    tile->n[3] = partners ? n : 0;
+    tile->ahead = walk->head < walk->dim ? head : n;
+    tile->full = partners && n == QK_RUN;
+    tile->partners = partners;
+    tile->turned = walk->turned && two;
+    walk->at += head;
+    walk->done = n;
     return 1;
 }
 
@@ -482,7 +479,7 @@ static inline int q_keys_encode(int from, int to, const void *source, void *targ
         uint32_t bad[QK_ROWS] = {0};
         qk_walk walk = qk_start(to, dim, theta);
         while (qk_next(&walk, &tile, &fresh)) {
-            if (fresh) qk_fill_turns(&turns, position, theta, walk.head, tile.a, tile.na);
+            if (fresh) qk_fill_turns(&turns, position, theta, walk.head, walk.from, tile.n[0]);
             qk_encode_tile(from, bits, &tile, &turns, src, dst, dim, bad);
         }
         memset(dst + used, 0, out - used);
@@ -508,7 +505,8 @@ static inline int q_keys_decode(int fmt, const void *source, void *target, size_
     for (size_t group = 0; group < groups; group++) {
         qk_walk walk = qk_start(fmt, dim, theta);
         while (qk_next(&walk, &tile, &fresh)) {
-            if (fresh) qk_fill_turns(&turns, first_row + QK_ROWS * group, theta, walk.head, tile.a, tile.na);
+            if (fresh)
+                qk_fill_turns(&turns, first_row + QK_ROWS * group, theta, walk.head, walk.from, tile.n[0]);
             qk_decode_tile(bits, &tile, &turns, src, dst, dim);
         }
         src += qk_block_bytes(fmt, dim);

@@ -12,7 +12,9 @@ cdef class ReplyParser:
     cdef int state
     cdef char kind                      # of the bulk being received
     cdef size_t bulk_len, got, max_bulk, max_line
-    cdef object body                    # its final object, once it is received directly
+    cdef object body                    # its final buffer, once it is received directly
+    cdef tuple parts                    # its buffers, when it was planned into several
+    cdef size_t part, part_start, part_end    # which of them `body` is, and the bytes of the bulk that belong there
     cdef Py_buffer view
     cdef bint viewed
     cdef char *dest
@@ -23,6 +25,8 @@ cdef class ReplyParser:
     cdef int release(self) except -1
     cdef int begin_bulk(self, char kind, int64_t n, list out) except -1
     cdef int direct(self, object target) except -1
+    cdef int enter(self, object buffer) except -1
+    cdef int took(self, size_t n) except -1
     cdef int finish_bulk(self, list out) except -1
     cdef object planned(self, int64_t n)
     cdef int open_aggregate(self, char kind, int64_t n, list out) except -1

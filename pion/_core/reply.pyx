@@ -140,23 +140,25 @@ cdef class ReplyParser:
         Args:
             outs: writable buffers. The i-th bulk of the reply (or of its outermost array; a null counts) is received
                 into ``outs[i]`` when it has exactly that many bytes, and ``outs[i]`` itself is the value. A bulk of
-                another size arrives as bytes: compare with ``is``. Or a function ``outs(i, nbytes)`` that is called
-                when bulk i begins, -1 bytes for a null, and returns its buffer or None: one buffer can then serve
-                all bulks, because the one before is complete.
+                another size arrives as bytes: compare with ``is``. A tuple of buffers takes one bulk, in pieces of
+                their sizes. Or a function ``outs(i, nbytes)`` that is called when bulk i begins, -1 bytes for a null,
+                and returns its buffer (or tuple) or None: one buffer can then serve all bulks, because the one before
+                is complete.
         """
         if outs is not None and not callable(outs):
             outs = list(outs)
             for out in outs:
-                view = memoryview(out)
-                if view.readonly or not view.c_contiguous:
-                    raise LocalProtocolError("a reply can only be received into writable, C-contiguous memory")
+                for piece in out if isinstance(out, tuple) else (out,):
+                    view = memoryview(piece)
+                    if view.readonly or not view.c_contiguous:
+                        raise LocalProtocolError("a reply can only be received into writable, C-contiguous memory")
         self.plans.append(outs)
 
     def get_target(self):
         """A writable view of where the next bytes belong; receive into it at once, then :meth:`commit`."""
         self.check()
         if self.state == BODY and self.body is not None:
-            return memoryview(self.body).cast("B")[self.got:]
+            return memoryview(self.body).cast("B")[self.got - self.part_start:]
         self.make_room(1)
         return memoryview(self.window)[self.end:]
 
@@ -170,9 +172,9 @@ cdef class ReplyParser:
         cdef list out = []
         self.check()
         if self.state == BODY and self.body is not None:
-            if n > self.bulk_len - self.got:
+            if n > self.part_end - self.got:
                 raise LocalProtocolError("more bytes committed than the target holds")
-            self.got += n
+            self.took(n)
         else:
             if n > <size_t>len(self.window) - self.end:
                 raise LocalProtocolError("more bytes committed than the target holds")
@@ -190,9 +192,9 @@ cdef class ReplyParser:
         try:
             while at < <size_t>view.len:
                 if self.state == BODY and self.body is not None:
-                    n = min(self.bulk_len - self.got, view.len - at)
-                    memcpy(self.dest + self.got, <char *>view.buf + at, n)
-                    self.got += n
+                    n = min(self.part_end - self.got, view.len - at)
+                    memcpy(self.dest + (self.got - self.part_start), <char *>view.buf + at, n)
+                    self.took(n)
                 else:
                     self.make_room(1)
                     n = min(<size_t>len(self.window) - self.end, view.len - at)
@@ -251,6 +253,7 @@ cdef class ReplyParser:
             PyBuffer_Release(&self.view)
             self.viewed = False
         self.body = None
+        self.parts = None
         self.dest = NULL
         return 0
 
@@ -263,16 +266,40 @@ cdef class ReplyParser:
             return self.plan(self.slot - 1, n)
         return self.plan[self.slot - 1] if self.slot <= len(self.plan) else None
 
+    cdef int enter(self, object buffer) except -1:
+        """The next bytes of the bulk belong into this buffer."""
+        if self.viewed:
+            PyBuffer_Release(&self.view)
+            self.viewed = False
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
+        self.viewed = True
+        self.body = buffer
+        self.dest = <char *>self.view.buf
+        self.part_start = self.got
+        self.part_end = self.got + <size_t>self.view.len
+        return 0
+
+    cdef int took(self, size_t n) except -1:
+        """n more bytes of the bulk are in their place."""
+        self.got += n
+        while self.got == self.part_end and self.got < self.bulk_len:
+            self.part += 1
+            self.enter(self.parts[self.part])
+        return 0
+
     cdef int direct(self, object target) except -1:
         """Receive the current bulk into `target`; what is already in the window moves there."""
-        cdef size_t here = min(self.end - self.start, self.bulk_len)
-        PyObject_GetBuffer(target, &self.view, PyBUF_WRITABLE)
-        self.viewed = True
-        self.body = target
-        self.dest = <char *>self.view.buf
-        memcpy(self.dest, PyByteArray_AS_STRING(self.window) + self.start, here)
-        self.start += here
-        self.got = here
+        cdef size_t here = min(self.end - self.start, self.bulk_len), n
+        self.parts = target if isinstance(target, tuple) else None
+        self.part = 0
+        self.enter(self.parts[0] if self.parts is not None else target)
+        self.took(0)
+        while here:
+            n = min(here, self.part_end - self.got)
+            memcpy(self.dest + (self.got - self.part_start), PyByteArray_AS_STRING(self.window) + self.start, n)
+            self.start += n
+            here -= n
+            self.took(n)
         return 0
 
     cdef int begin_bulk(self, char kind, int64_t n, list out) except -1:
@@ -289,7 +316,10 @@ cdef class ReplyParser:
         if kind != b"$":
             return 0
         target = self.planned(n)
-        if target is not None and memoryview(target).nbytes == n:
+        if target is not None and n == (
+            sum([memoryview(piece).nbytes for piece in target]) if isinstance(target, tuple)
+            else memoryview(target).nbytes
+        ):
             return self.direct(target)
         if self.bulk_len >= DIRECT:
             fill = _Fill.__new__(_Fill)
@@ -303,7 +333,7 @@ cdef class ReplyParser:
         cdef size_t n = self.bulk_len
         self.state = LINE
         if self.body is not None:
-            value = (<_Fill>self.body).target if type(self.body) is _Fill else self.body
+            value = (<_Fill>self.body).target if type(self.body) is _Fill else self.parts or self.body
             self.release()
             return self.complete(value, out)
         self.start += n + 2

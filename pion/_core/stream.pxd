@@ -10,6 +10,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cdef extern from "stream.h" nogil:
     int STREAM_RAW
+    int STREAM_MIXED
     int STREAM_SHORT
     size_t STREAM_PIECE
 
@@ -24,13 +25,20 @@ cdef extern from "stream.h" nogil:
 
     ctypedef struct extent:
         fdref *ref
+        const char *mem
         int64_t offset
         uint64_t n
+        int fmt
+        uint32_t first
+        uint32_t skip
+        uint32_t rows
 
     ctypedef struct extents:
         int nseg
         int decode
         uint32_t dim
+        double theta
+        char *head
         uint64_t total
         extent *seg
 

@@ -7,6 +7,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 RAW: int
+MIXED: int
 CONV_RAW: int
 CONV_F32_F16: int
 CONV_F32_BF16: int
@@ -26,7 +27,13 @@ class FdRef:
 
 class Extents:
     def __init__(
-        self, segments: Iterable[tuple[FdRef | None, int, int]], decode: int = ..., dim: int = ...
+        self,
+        segments: Iterable[tuple[FdRef | None, int, int] | tuple[FdRef | None, int, int, int, int, int, int]],
+        decode: int = ...,
+        dim: int = ...,
+        *,
+        theta: float = ...,
+        head: bytes = ...,
     ) -> None: ...
     def __len__(self) -> int: ...
     @property

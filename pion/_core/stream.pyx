@@ -8,12 +8,12 @@ import os
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport INT64_MAX
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset, strdup
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset, strdup
 
 __all__ = ["CONV_BF16_F16", "CONV_BF16_F32", "CONV_BF16_INT8", "CONV_F16_BF16", "CONV_F16_F32", "CONV_F16_INT8",
-           "CONV_F32_BF16", "CONV_F32_F16", "CONV_F32_INT8", "CONV_RAW", "RAW", "Extents", "FdRef", "Sink", "drain",
-           "unlink_later"]
+           "CONV_F32_BF16", "CONV_F32_F16", "CONV_F32_INT8", "CONV_RAW", "MIXED", "RAW", "Extents", "FdRef", "Sink",
+           "drain", "unlink_later"]
 
 
 cdef extern from "stream.h" nogil:
@@ -51,6 +51,7 @@ cdef extern from *:
 
 
 RAW = CONV_RAW = STREAM_RAW
+MIXED = STREAM_MIXED
 CONV_F32_F16 = Q_FP32 << 24 | Q_FP16
 CONV_F32_BF16 = Q_FP32 << 24 | Q_BF16
 CONV_F32_INT8 = Q_FP32 << 24 | Q_INT8
@@ -142,32 +143,52 @@ cdef class Extents:
 
     Args:
         segments: (FdRef or None, offset, nbytes) in reply order. None stands for nbytes zeros. nbytes are stored bytes.
-        decode: RAW, or the format the rows are stored in (code | param << 8); they are then answered as FP32.
+            With MIXED each goes on with (format, skip, rows, first): what it holds, how many stored rows at its
+            beginning and how many behind them are answered, and the position of its first stored row in the sequence.
+        decode: RAW, or the format the rows are stored in (code | param << 8), or MIXED; they are then answered as FP32.
         dim: values per row (decode only).
+        theta: base of the rotary embedding of the rows, for formats that take it out; 0 = none.
+        head: bytes in front of the segments (RAW only).
 
     Raises:
         ValueError: a decoded segment is not a whole number of rows, or numbers are out of range.
     """
 
-    def __cinit__(self, segments, int decode=STREAM_RAW, Py_ssize_t dim=0):
+    def __cinit__(self, segments, int decode=STREAM_RAW, Py_ssize_t dim=0, *, double theta=0.0, bytes head=b""):
         cdef Py_ssize_t i
+        cdef int lead = 1 if head else 0
         cdef object ref, offset, n
         segments = list(segments)
-        if decode != STREAM_RAW and (decode < 0 or dim <= 0 or dim > 1 << 24 or q_row_bytes(decode, dim) == 0):
+        if decode != STREAM_RAW and (dim <= 0 or dim > 1 << 24 or decode < STREAM_MIXED or
+                                     (decode >= 0 and q_row_bytes(decode, dim) == 0)):
             raise ValueError(f"cannot decode format {decode} with {dim} values per row")
+        if lead and decode != STREAM_RAW:
+            raise ValueError("decoded rows have no head")
         if len(segments) > 1 << 28:
             raise ValueError("too many segments")
-        self.body = extents_new(<int>len(segments), decode, <uint32_t>dim)
+        self.body = extents_new(<int>len(segments) + lead, decode, <uint32_t>dim)
         if self.body == NULL:
             raise MemoryError
+        self.body.theta = theta
+        if lead:
+            self.body.head = <char *>malloc(len(head))
+            if self.body.head == NULL:
+                raise MemoryError
+            memcpy(self.body.head, PyBytes_AS_STRING(head), len(head))
+            self.body.seg[0].mem = self.body.head
+            self.body.seg[0].n = <uint64_t>len(head)
         for i in range(len(segments)):
-            ref, offset, n = segments[i]
+            if decode == STREAM_MIXED:
+                ref, offset, n, self.body.seg[i].fmt, self.body.seg[i].skip, self.body.seg[i].rows, \
+                    self.body.seg[i].first = segments[i]
+            else:
+                ref, offset, n = segments[i]
             if not 0 <= offset <= INT64_MAX or not 0 <= n <= INT64_MAX - offset:
                 raise ValueError("segment out of range")
             if ref is not None:
-                self.body.seg[i].ref = fdref_ref((<FdRef?>ref).ref)
-            self.body.seg[i].offset = offset
-            self.body.seg[i].n = n
+                self.body.seg[i + lead].ref = fdref_ref((<FdRef?>ref).ref)
+            self.body.seg[i + lead].offset = offset
+            self.body.seg[i + lead].n = n
         if extents_seal(self.body) != 0:
             raise ValueError("a segment is not a whole number of rows")
 
@@ -187,7 +208,7 @@ cdef class Extents:
 
     @property
     def segments(self):
-        """Number of pieces the body is made of."""
+        """Number of pieces the body is made of, its head included."""
         return self.body.nseg
 
     def tobytes(self):

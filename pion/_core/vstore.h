@@ -4,12 +4,17 @@
  * that are already there cuts the older extents. All rows of a map have the same stored size, hence an extent is cut by
  * arithmetic alone. Records are aligned to 64 bytes; bit 0 of `record` says that the payload's checksum is known to be
  * right (this process wrote it or has read it).
+ *
+ * Key forms encode 64 neighbouring rows together. Such a layer has two maps: one of sealed groups, whose extents begin and
+ * end at multiples of 64 and whose rows count a 64th of a block each, and one of loose fp16 rows, those of groups that are
+ * not whole. Where both have a row, the sealed one counts.
  */
 #ifndef PION_VSTORE_H
 #define PION_VSTORE_H
 
 #include "framing.h"
 #include "quant.h"
+#include "quant_keys.h"
 
 #include <fcntl.h>
 #include <sys/uio.h>
@@ -18,6 +23,8 @@
 #define VS_STORE 3 /* record kinds the C code reads; the others are listed in pion/store/layout.py */
 #define VS_TRIM 6
 #define VS_LAYERS 80
+#define VS_GROUP QK_ROWS
+#define VS_LOOSE 1u       /* flag in a record's aux: loose rows of a key form. The format's parameter is in bits 16..31 */
 #define VS_ALIGN_FROM (512u << 10) /* payloads from this size on start at a multiple of VS_BIG_ALIGN */
 #define VS_BIG_ALIGN (16u << 10)
 #define VS_PIECE (1u << 20)
@@ -33,8 +40,17 @@ typedef struct vs_map {
     uint32_t tokens;    /* rows the side reports: the largest end, lowered by a trim */
     uint32_t stride;    /* stored bytes of a row, 0 before the first store */
     uint32_t unchecked; /* extents without VS_CHECKED */
+    uint32_t group;     /* 0, or the rows that stand and fall together */
     uint64_t live;      /* rows that are there */
 } vs_map;
+
+/* Format of a record's rows, as everywhere in memory: the code, and its parameter from bit 8 on. */
+static inline int vs_format(const fr_header *h) { return h->fmt | (int)(h->aux >> 16) << 8; }
+static inline void vs_set_format(fr_header *h, int fmt) {
+    h->fmt = (uint8_t)fmt;
+    h->aux = (h->aux & 0xffff) | (uint32_t)(fmt >> 8) << 16;
+}
+static inline int vs_is_keys(int fmt) { return q_key_bits(fmt) != 0; }
 
 static inline void vs_free(vs_map *m) {
     free(m->at);
@@ -69,15 +85,15 @@ static inline vs_extent vs_cut(const vs_extent *e, uint32_t from, uint32_t to, u
     return out;
 }
 
-/* Take in rows [start, start + count) at `offset`. vs_room must have succeeded. Returns the rows that were replaced. */
-static inline uint64_t vs_put(vs_map *m, uint32_t start, uint32_t count, uint64_t offset, uint64_t record) {
-    const uint32_t end = start + count, i = vs_find(m, start);
-    const vs_extent fresh = {start, count, offset, record};
+/* Put `fresh` (or nothing, when NULL) in the place of rows [start, end). vs_room must have succeeded. Returns the rows
+ * that were there before. */
+static inline uint64_t vs_splice(vs_map *m, uint32_t start, uint32_t end, const vs_extent *fresh) {
+    const uint32_t i = vs_find(m, start);
     vs_extent piece[3];
     uint32_t pieces = 0, j = i;
     uint64_t replaced = 0;
     if (i < m->n && m->at[i].start < start) piece[pieces++] = vs_cut(&m->at[i], m->at[i].start, start, m->stride);
-    piece[pieces++] = fresh;
+    if (fresh) piece[pieces++] = *fresh;
     for (; j < m->n && m->at[j].start < end; j++) {
         const vs_extent *old = &m->at[j];
         const uint32_t old_end = old->start + old->count, from = old->start > start ? old->start : start;
@@ -91,14 +107,23 @@ static inline uint64_t vs_put(vs_map *m, uint32_t start, uint32_t count, uint64_
         m->unchecked += !(piece[k].record & VS_CHECKED);
     }
     m->n = m->n - (j - i) + pieces;
-    m->live += count - replaced;
-    if (end > m->tokens) m->tokens = end;
+    m->live -= replaced;
     return replaced;
 }
 
-/* Forget rows from `rows` on; returns how many of them were there. */
+/* Take in rows [start, start + count) at `offset`. vs_room must have succeeded. Returns the rows that were replaced. */
+static inline uint64_t vs_put(vs_map *m, uint32_t start, uint32_t count, uint64_t offset, uint64_t record) {
+    const vs_extent fresh = {start, count, offset, record};
+    const uint64_t replaced = vs_splice(m, start, start + count, &fresh);
+    m->live += count;
+    if (start + count > m->tokens) m->tokens = start + count;
+    return replaced;
+}
+
+/* Forget rows from `rows` on, and all of a group that goes beyond; returns how many of them were there. */
 static inline uint64_t vs_trim(vs_map *m, uint32_t rows) {
     uint64_t gone = 0;
+    if (m->group) rows -= rows % m->group;
     while (m->n && m->at[m->n - 1].start + m->at[m->n - 1].count > rows) {
         vs_extent *last = &m->at[m->n - 1];
         if (last->start < rows) {
@@ -143,6 +168,44 @@ static inline void vs_next(const vs_map *m, uint32_t *i, uint32_t *row, uint32_t
             break;
     }
     *rows = *row - first;
+}
+
+/* The next piece of [*row, end) of a layer with two maps (either may be NULL): 1 = sealed rows, 2 = loose ones, 0 = rows
+ * that are not there. *offset is that of the piece's first row, which for sealed rows may lie inside a block. */
+static inline int vs_next_of_two(const vs_map *sealed, const vs_map *loose, uint32_t *row, uint32_t end, uint64_t *offset,
+                                 uint32_t *rows) {
+    int hit;
+    uint32_t i = sealed ? vs_find(sealed, *row) : 0;
+    if (sealed && i < sealed->n && sealed->at[i].start <= *row) {
+        vs_next(sealed, &i, row, end, &hit, offset, rows);
+        return 1;
+    }
+    const uint32_t stop = sealed && i < sealed->n && sealed->at[i].start < end ? sealed->at[i].start : end;
+    if (!loose) {
+        *offset = 0;
+        *rows = stop - *row;
+        *row = stop;
+        return 0;
+    }
+    i = vs_find(loose, *row);
+    vs_next(loose, &i, row, stop, &hit, offset, rows);
+    return hit ? 2 : 0;
+}
+
+/* Loose rows that a sealed group hides: those of a cut that a crash interrupted. */
+static inline uint64_t vs_hidden(const vs_map *sealed, const vs_map *loose) {
+    uint64_t hidden = 0;
+    for (uint32_t i = 0; i < loose->n; i++) {
+        const uint32_t end = loose->at[i].start + loose->at[i].count;
+        uint32_t row = loose->at[i].start, j = vs_find(sealed, row);
+        for (; j < sealed->n && sealed->at[j].start < end; j++) {
+            const uint32_t to = sealed->at[j].start + sealed->at[j].count;
+            if (sealed->at[j].start > row) row = sealed->at[j].start;
+            hidden += (to < end ? to : end) - row;
+            row = to;
+        }
+    }
+    return hidden;
 }
 
 static inline uint32_t vs_align(uint64_t payload) { return payload >= VS_ALIGN_FROM ? VS_BIG_ALIGN : FR_ALIGN; }
@@ -303,6 +366,58 @@ static inline int vs_convert(int fd, uint64_t at, uint64_t rows, uint32_t dim, i
         done += n;
     }
     return fr_crc_file(fd, at, rows * so, seed, crc);
+}
+
+/* Encode groups of keys in their file: rows that stand at `rows_at` in format `from` become blocks at `at`, which is not
+ * behind that. Front to back, since a block is shorter than its rows. `first` is the position of the first row. 0, errno,
+ * or -1 with the refused row in *bad. */
+static inline int vs_convert_keys(int fd, uint64_t rows_at, uint64_t at, uint64_t groups, uint32_t dim, int from, int to,
+                                  uint64_t first, double theta, uint32_t seed, uint32_t *crc, int64_t *bad) {
+    const size_t gi = q_row_bytes(from, dim) * QK_ROWS, go = q_row_bytes(to, dim) * QK_ROWS;
+    if (!gi || !go || go > gi || at > rows_at) return EINVAL;
+    const uint64_t step = gi < VS_PIECE ? VS_PIECE / gi : 1;
+    uint8_t *in = (uint8_t *)malloc(step * (gi + go)), *out = in + step * gi;
+    int rc = in ? 0 : ENOMEM;
+    *crc = seed;
+    for (uint64_t done = 0; done < groups && !rc;) {
+        const uint64_t n = groups - done < step ? groups - done : step;
+        const ssize_t got = fr_pread(fd, in, n * gi, rows_at + done * gi);
+        if (got < 0 || (size_t)got < n * gi) {
+            rc = got < 0 ? errno : EIO;
+            break;
+        }
+        if (q_keys_encode(from, to, in, out, n, dim, first + done * QK_ROWS, theta, bad)) {
+            rc = *bad < 0 ? EINVAL : -1;
+            *bad += (int64_t)(done * QK_ROWS);
+            break;
+        }
+        *crc = crc32c(*crc, out, n * go);
+        struct iovec iov = {out, n * go};
+        rc = vs_writev(fd, &iov, 1, at + done * go);
+        done += n;
+    }
+    free(in);
+    return rc;
+}
+
+/* The first of n fp16 values whose magnitude, as bits, is above `limit`, or -1. */
+static inline int64_t vs_beyond(const uint8_t *words, size_t n, uint32_t limit) {
+    uint32_t most = 0;
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t bits = fr_get16(words + 2 * i) & 0x7fffu;
+        most = bits > most ? bits : most;
+    }
+    for (size_t i = 0; most > limit && i < n; i++)
+        if ((fr_get16(words + 2 * i) & 0x7fffu) > limit) return (int64_t)i;
+    return -1;
+}
+
+/* Bring decoded values back into the range of fp16, which a rotation may have left by a little. */
+static inline void vs_clamp(float *values, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const float v = values[i] < -65504.0f ? -65504.0f : values[i];
+        values[i] = v > 65504.0f ? 65504.0f : v;
+    }
 }
 
 /* Start writing the dirty pages of a file without waiting, so that the flushes that follow overlap. */

@@ -5,6 +5,7 @@
 import os
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING
 from libc.errno cimport ENOMEM, errno
 from libc.stdint cimport UINT32_MAX, uint16_t
 from libc.stdlib cimport calloc, free, malloc
@@ -16,13 +17,16 @@ from pion._core.framing cimport (
 )
 
 __all__ = [
-    "BIG_ALIGN", "BIG_FROM", "CHECKED", "KIND_STORE", "KIND_TRIM", "BadRowError", "DamageError", "Rows",
-    "check_records", "convert_region", "flush", "writeback", "write_record",
+    "BIG_ALIGN", "BIG_FROM", "CHECKED", "GROUP", "KIND_STORE", "KIND_TRIM", "LOOSE", "BadRowError", "DamageError",
+    "Rows", "beyond", "check_records", "convert_keys", "convert_region", "flush", "is_keys", "narrow",
+    "row_bytes", "write_record", "writeback",
 ]
 
 
 cdef extern from "quant.h" nogil:
-    size_t q_row_bytes(int code, size_t dim)
+    size_t q_row_bytes(int fmt, size_t dim)
+    int Q_FP16
+    int Q_FP32
     int q_encode(int source, int target, const void *src, void *dst, size_t rows, size_t dim, int64_t *bad_row)
 
 
@@ -31,6 +35,8 @@ BIG_FROM = VS_ALIGN_FROM
 BIG_ALIGN = VS_BIG_ALIGN
 KIND_STORE = VS_STORE
 KIND_TRIM = VS_TRIM
+GROUP = VS_GROUP
+LOOSE = VS_LOOSE
 
 cdef dict _WHY = {
     FR_END: "", FR_SHORT: "short", FR_ZEROS: "zeros", FR_BAD_MAGIC: "magic", FR_NEWER: "version",
@@ -65,17 +71,34 @@ cdef _oserror(int error):
     return OSError(error, os.strerror(error))
 
 
+def is_keys(int fmt) -> bool:
+    """Whether the format encodes groups of GROUP rows."""
+    return vs_is_keys(fmt)
+
+
+def row_bytes(int fmt, Py_ssize_t dim) -> int:
+    """Stored bytes of a row; of a key form, a 64th of a block. ValueError: a dim that the format does not take."""
+    cdef size_t size = q_row_bytes(fmt, <size_t>dim) if 0 < dim <= 1 << 24 else 0
+    if size == 0:
+        raise ValueError(f"format {fmt & 255} does not take rows of {dim} values")
+    return size
+
+
 def write_record(int fd, uint64_t offset, uint32_t seed, *, uint8_t kind, payload=b"", uint16_t layer=0,
-                 uint8_t side=0, uint8_t fmt=0, uint32_t start=0, uint32_t count=0, uint32_t dim=0, uint32_t aux=0):
-    """Write a valid record without attributes in one call; returns the bytes to the next record. Raises OSError."""
+                 uint8_t side=0, int fmt=0, uint32_t start=0, uint32_t count=0, uint32_t dim=0, uint32_t aux=0):
+    """Write a valid record without attributes in one call; returns the bytes to the next record. Raises OSError.
+
+    `fmt` with its parameter, which goes into the upper half of `aux`.
+    """
     cdef Py_buffer view
     cdef fr_header h
     cdef int error
     PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
     try:
         memset(&h, 0, sizeof(h))
-        h.kind, h.state, h.layer, h.side, h.fmt = kind, FR_VALID, layer, side, fmt
+        h.kind, h.state, h.layer, h.side = kind, FR_VALID, layer, side
         h.start, h.count, h.dim, h.aux = start, count, dim, aux
+        vs_set_format(&h, fmt)
         h.payload_len = <uint64_t>view.len
         if view.len < GIL_BYTES:
             error = vs_write_record(fd, offset, &h, view.buf, seed)
@@ -139,6 +162,54 @@ def convert_region(int fd, uint64_t offset, uint64_t rows, uint32_t dim, int sou
     return crc
 
 
+def convert_keys(int fd, uint64_t rows_at, uint64_t at, uint64_t groups, uint32_t dim, int source, int target,
+                 uint64_t first, double theta, uint32_t seed) -> int:
+    """Encode groups of GROUP rows in their file, without the GIL; returns the CRC of the blocks.
+
+    Args:
+        rows_at, at: where the rows stand, and where the blocks go: not behind the rows.
+        first, theta: position of the first row; base of the rotary embedding of the keys, 0 = none.
+
+    Raises BadRowError (the region is then undefined) or OSError.
+    """
+    cdef uint32_t crc = 0
+    cdef int64_t bad = -1
+    cdef int rc
+    with nogil:
+        rc = vs_convert_keys(fd, rows_at, at, groups, dim, source, target, first, theta, seed, &crc, &bad)
+    if rc < 0:
+        raise BadRowError(bad)
+    if rc:
+        raise _oserror(rc)
+    return crc
+
+
+def beyond(words, Py_ssize_t dim, uint32_t limit) -> int:
+    """The first row of fp16 words with one whose magnitude is above the word `limit`, or -1. Infinity is 0x7c00."""
+    cdef Py_buffer view
+    cdef int64_t bad
+    PyObject_GetBuffer(words, &view, PyBUF_SIMPLE)
+    try:
+        with nogil:
+            bad = vs_beyond(<const uint8_t *>view.buf, view.len // 2, limit)
+    finally:
+        PyBuffer_Release(&view)
+    return bad // dim if bad >= 0 else -1
+
+
+def narrow(bytearray wide) -> bytearray:
+    """Finite FP32 values as fp16 words; what lies beyond its range becomes the largest word. `wide` is changed."""
+    cdef size_t n = len(wide) // 4
+    cdef bytearray out = bytearray(2 * n)
+    cdef char *src = PyByteArray_AS_STRING(wide)
+    cdef char *dst = PyByteArray_AS_STRING(out)
+    cdef int64_t bad
+    with nogil:
+        vs_clamp(<float *>src, n)
+        q_encode(Q_FP32, Q_FP16, src, dst, 1, n, &bad)
+    return out
+
+
 def writeback(int fd) -> None:
     """Start writing a file's dirty pages, without waiting."""
     with nogil:
@@ -157,7 +228,8 @@ def flush(int fd) -> None:
 cdef class Rows:
     """The rows of both sides of one entry, by layer.
 
-    Sides are 0 and 1, layers 0..79, rows u32. The caller holds the store's lock during every call.
+    Sides are 0 and 1, layers 0..79, rows u32. The caller holds the store's lock during every call. Layers of a key form
+    have sealed groups of rows and loose rows (see vstore.h); the methods speak of both together.
 
     Attributes:
         dead: payload bytes in the file that no extent refers to any more.
@@ -166,18 +238,18 @@ cdef class Rows:
 
     def __dealloc__(self):
         cdef int side, i
-        for side in range(2):
+        for side in range(4):
             for i in range(self.used[side]):
                 vs_free(&self.maps[side][i])
             free(self.maps[side])
 
     cdef vs_map *_map(self, int side, Py_ssize_t layer) noexcept nogil:
-        if side < 0 or side > 1 or layer < 0 or layer >= self.used[side]:
+        if side < 0 or side > 3 or layer < 0 or layer >= self.used[side]:
             return NULL
         return &self.maps[side][layer]
 
     cdef vs_map *_grow(self, int side, Py_ssize_t layer) noexcept nogil:
-        if side < 0 or side > 1 or layer < 0 or layer >= VS_LAYERS:
+        if side < 0 or side > 3 or layer < 0 or layer >= VS_LAYERS:
             return NULL
         if self.maps[side] == NULL:
             self.maps[side] = <vs_map *>calloc(VS_LAYERS, sizeof(vs_map))
@@ -191,7 +263,7 @@ cdef class Rows:
                    uint32_t stride) noexcept nogil:
         """0, -1 (no memory) or -2 (out of range, or rows of another size than the layer's)."""
         cdef vs_map *m
-        if side < 0 or side > 1 or layer < 0 or layer >= VS_LAYERS or count == 0 or stride == 0:
+        if side < 0 or side > 3 or layer < 0 or layer >= VS_LAYERS or count == 0 or stride == 0:
             return -2
         m = self._grow(side, layer)
         if m == NULL or vs_room(m) != 0:
@@ -201,6 +273,34 @@ cdef class Rows:
         m.stride = stride
         self.dead += vs_put(m, start, count, offset, record) * stride
         return 0
+
+    cdef int _unloose(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count) noexcept nogil:
+        """Forget the loose rows of groups that are sealed now. 0 or -1 (no memory)."""
+        cdef vs_map *m = self._map(side + 2, layer)
+        if m == NULL or m.n == 0:
+            return 0
+        if vs_room(m) != 0:
+            return -1
+        self.dead += vs_splice(m, start, start + count, NULL) * m.stride
+        return 0
+
+    cdef int _take_record(self, const fr_header *h, uint64_t at) noexcept nogil:
+        """Take in a record of rows that stands at `at` (with VS_CHECKED when its payload is known to be right).
+
+        0, VS_NO_MEMORY or VS_MISFIT.
+        """
+        cdef int fmt = vs_format(h), rc
+        cdef uint32_t stride = <uint32_t>q_row_bytes(fmt, h.dim)
+        cdef bint loose = (h.aux & VS_LOOSE) != 0, keys = vs_is_keys(fmt)
+        if h.side > 1 or <uint64_t>stride * h.count != h.payload_len or (loose and fmt != Q_FP16):
+            return VS_MISFIT
+        if keys and (h.start % VS_GROUP or h.count % VS_GROUP):
+            return VS_MISFIT
+        rc = self._take(h.side + 2 * loose, h.layer, h.start, h.count, (at & ~VS_CHECKED) + h.header_len, at, stride)
+        if rc == 0 and keys:
+            self.maps[h.side][h.layer].group = VS_GROUP
+            rc = self._unloose(h.side, h.layer, h.start, h.count)
+        return 0 if rc == 0 else VS_NO_MEMORY if rc == -1 else VS_MISFIT
 
     cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
                   uint32_t stride) except -1:
@@ -212,10 +312,21 @@ cdef class Rows:
         return 0
 
     def put(self, int side, int layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
-            uint32_t stride) -> None:
-        """Publish rows that are in the file. `record` is the offset of their record, plus CHECKED when that is known to
-        be intact; `stride` the stored bytes of a row."""
-        self._put(side, layer, start, count, offset, record, stride)
+            uint32_t stride, *, bint loose=False, bint sealed=False) -> None:
+        """Publish rows that are in the file.
+
+        Args:
+            record: the offset of their record, plus CHECKED when that is known to be intact.
+            stride: stored bytes of a row.
+            loose, sealed: rows of a key form: single ones, or whole groups, whose loose rows are then forgotten.
+        """
+        if side < 0 or side > 1 or (sealed and (start % VS_GROUP or count % VS_GROUP)):
+            raise ValueError("side out of range, or no whole groups")
+        self._put(side + 2 * loose, layer, start, count, offset, record, stride)
+        if sealed:
+            self.maps[side][layer].group = VS_GROUP
+            if self._unloose(side, layer, start, count) != 0:
+                raise MemoryError
 
     def lost(self, uint64_t nbytes) -> None:
         """Count bytes of the file that hold nothing: an abandoned region, an overwritten state."""
@@ -223,81 +334,134 @@ cdef class Rows:
 
     def layers(self, int side) -> int:
         """One more than the highest layer ever stored."""
-        return self.used[side] if 0 <= side <= 1 else 0
+        return max(self.used[side], self.used[side + 2]) if 0 <= side <= 1 else 0
 
     def tokens(self, int side, Py_ssize_t layer) -> int:
         """Rows the layer reports, gaps included; 0 for a layer without a store."""
+        if side < 0 or side > 1:
+            return 0
+        return self._tokens(side, layer)
+
+    cdef uint32_t _tokens(self, int side, Py_ssize_t layer) noexcept nogil:
         cdef vs_map *m = self._map(side, layer)
-        return m.tokens if m != NULL else 0
+        cdef vs_map *loose = self._map(side + 2, layer)
+        cdef uint32_t tokens = m.tokens if m != NULL else 0
+        return loose.tokens if loose != NULL and loose.tokens > tokens else tokens
 
     def live(self, int side, Py_ssize_t layer) -> int:
         """Rows that are there, gaps excluded."""
+        if side < 0 or side > 1:
+            return 0
+        return self._live(side, layer)
+
+    cdef uint64_t _live(self, int side, Py_ssize_t layer) noexcept nogil:
         cdef vs_map *m = self._map(side, layer)
-        return m.live if m != NULL else 0
+        cdef vs_map *loose = self._map(side + 2, layer)
+        cdef uint64_t rows = m.live if m != NULL else 0
+        if loose == NULL:
+            return rows
+        return rows + loose.live - (vs_hidden(m, loose) if m != NULL else 0)
 
     def covers(self, int side, Py_ssize_t layer, uint32_t start, uint32_t end) -> bool:
         """Every row of [start, end) is there."""
-        cdef vs_map *m = self._map(side, layer)
-        cdef uint32_t i
-        if start >= end:
-            return True
-        if m == NULL:
+        cdef uint32_t rows = 0
+        cdef uint64_t offset = 0
+        if start < end and (side < 0 or side > 1):
             return False
-        i = vs_find(m, start)
-        while i < m.n and m.at[i].start <= start:
-            start = m.at[i].start + m.at[i].count
-            if start >= end:
-                return True
-            i += 1
-        return False
+        while start < end:
+            if vs_next_of_two(self._map(side, layer), self._map(side + 2, layer), &start, end, &offset, &rows) == 0:
+                return False
+        return True
 
     def complete(self, uint32_t rows, Py_ssize_t layers) -> bool:
         """Both sides hold exactly `rows` rows, without gaps, in each of `layers` layers."""
         cdef int side
         cdef Py_ssize_t layer
         for side in range(2):
-            if self.used[side] != layers:
+            if max(self.used[side], self.used[side + 2]) != layers:
                 return False
             for layer in range(layers):
-                if self.maps[side][layer].live != rows or self.maps[side][layer].tokens != rows:
+                if self._tokens(side, layer) != rows or self._live(side, layer) != rows:
                     return False
         return True
 
     def extents(self, int side, Py_ssize_t layer) -> int:
         """Pieces the layer is stored in."""
         cdef vs_map *m = self._map(side, layer)
-        return m.n if m != NULL else 0
+        cdef vs_map *loose = self._map(side + 2, layer) if 0 <= side <= 1 else NULL
+        return (m.n if m != NULL else 0) + (loose.n if loose != NULL else 0)
 
     def most_extents(self) -> int:
         """Pieces of the most fragmented layer."""
         cdef uint32_t most = 0
         cdef int side, i
-        for side in range(2):
+        for side in range(4):
             for i in range(self.used[side]):
                 if self.maps[side][i].n > most:
                     most = self.maps[side][i].n
         return most
 
-    def total(self, int side) -> tuple[int, int, int]:
-        """(rows reported, their stored bytes, stored bytes really there) over all layers of a side."""
-        cdef uint64_t rows = 0, nbytes = 0, there = 0
-        cdef vs_map *m
+    def total(self, int side) -> tuple[int, int]:
+        """(rows reported, the bytes of as many rows of each layer's size) over all layers of a side.
+
+        The bytes leave loose rows out: a side with key forms is counted by `Side.stored_bytes`.
+        """
+        cdef uint64_t rows = 0, nbytes = 0
+        cdef uint32_t tokens
         cdef int i
-        for i in range(self.used[side] if 0 <= side <= 1 else 0):
-            m = &self.maps[side][i]
-            rows += m.tokens
-            nbytes += <uint64_t>m.tokens * m.stride
-            there += m.live * m.stride
-        return rows, nbytes, there
+        if side < 0 or side > 1:
+            return 0, 0
+        for i in range(max(self.used[side], self.used[side + 2])):
+            tokens = self._tokens(side, i)
+            rows += tokens
+            if i < self.used[side]:
+                nbytes += <uint64_t>tokens * self.maps[side][i].stride
+        return rows, nbytes
 
     def trim(self, int side, Py_ssize_t layer, uint32_t rows) -> None:
-        """Forget the rows from `rows` on."""
-        self._trim(side, layer, rows)
+        """Forget the rows from `rows` on; of a sealed group that goes beyond, all rows."""
+        if 0 <= side <= 1:
+            self._trim(side, layer, rows)
 
     cdef void _trim(self, int side, Py_ssize_t layer, uint32_t rows) noexcept nogil:
         cdef vs_map *m = self._map(side, layer)
+        cdef vs_map *loose = self._map(side + 2, layer)
         if m != NULL:
             self.dead += vs_trim(m, rows) * m.stride
+        if loose != NULL:
+            self.dead += vs_trim(loose, rows) * loose.stride
+
+    def settle(self) -> None:
+        """Forget loose rows that sealed groups hide."""
+        cdef vs_map *m
+        cdef int side, layer
+        cdef uint32_t i
+        for side in range(2):
+            for layer in range(min(self.used[side], self.used[side + 2])):
+                m = &self.maps[side][layer]
+                for i in range(m.n):
+                    if self._unloose(side, layer, m.at[i].start, m.at[i].count) != 0:
+                        raise MemoryError
+
+    def pieces(self, int side, Py_ssize_t layer, uint32_t start, uint32_t end) -> list:
+        """[start, end) of a key form as (kind, offset, row, rows) in row order.
+
+        kind: 0 = rows are missing, 1 = sealed (the offset is that of the group the first row is in), 2 = loose.
+        """
+        cdef vs_map *m = self._map(side, layer)
+        cdef uint32_t row = start, first, rows = 0
+        cdef uint64_t offset = 0
+        cdef int kind
+        cdef list out = []
+        if side < 0 or side > 1:
+            return out
+        while row < end:
+            first = row
+            kind = vs_next_of_two(m, self._map(side + 2, layer), &row, end, &offset, &rows)
+            if kind == 1:
+                offset -= <uint64_t>(first % VS_GROUP) * m.stride
+            out.append((kind, offset, first, rows))
+        return out
 
     def segments(self, ref, int side, Py_ssize_t layer, uint32_t start, uint32_t end, uint32_t stride) -> list:
         """[start, end) as (ref, offset, nbytes) pieces in row order; (None, 0, nbytes) where rows are missing."""
@@ -316,24 +480,27 @@ cdef class Rows:
 
     def unchecked(self, int side, Py_ssize_t layer, uint32_t start, uint32_t end) -> list:
         """Offsets of the records behind [start, end) whose payload nobody has compared with its checksum yet."""
-        cdef vs_map *m = self._map(side, layer)
+        cdef vs_map *m
         cdef uint32_t i
+        cdef int which
         cdef uint64_t last = VS_CHECKED
         cdef list out = []
-        if m == NULL or m.unchecked == 0:
-            return out
-        i = vs_find(m, start)
-        while i < m.n and m.at[i].start < end:
-            if not m.at[i].record & VS_CHECKED and m.at[i].record != last:
-                last = m.at[i].record
-                out.append(last)
-            i += 1
+        for which in (side, side + 2) if 0 <= side <= 1 else ():
+            m = self._map(which, layer)
+            if m == NULL or m.unchecked == 0:
+                continue
+            i = vs_find(m, start)
+            while i < m.n and m.at[i].start < end:
+                if not m.at[i].record & VS_CHECKED and m.at[i].record != last:
+                    last = m.at[i].record
+                    out.append(last)
+                i += 1
         return out
 
     def doubtful(self) -> bool:
         """Some payload has not been compared with its checksum yet."""
         cdef int side, i
-        for side in range(2):
+        for side in range(4):
             for i in range(self.used[side]):
                 if self.maps[side][i].unchecked:
                     return True
@@ -345,7 +512,7 @@ cdef class Rows:
         cdef vs_map *m
         cdef int side, layer
         cdef uint32_t i
-        for side in range(2):
+        for side in range(4):
             for layer in range(self.used[side]):
                 m = &self.maps[side][layer]
                 if m.unchecked == 0:
@@ -362,7 +529,7 @@ cdef class Rows:
         cdef vs_map *dst
         cdef int side, layer
         out.dead = self.dead
-        for side in range(2):
+        for side in range(4):
             for layer in range(self.used[side]):
                 src = &self.maps[side][layer]
                 dst = out._grow(side, layer)
@@ -382,7 +549,7 @@ cdef class Rows:
         """Encode rows, write them as one record at `at` and publish them. Returns the bytes to the next record.
 
         Args:
-            source, target: format codes of `blob` and of the file; blob holds count x dim values.
+            source, target: formats of `blob` and of the file (no key form); blob holds count x dim values.
 
         Raises:
             BadRowError: a value does not fit; nothing is written.
@@ -409,7 +576,7 @@ cdef class Rows:
                 payload = encoded
             memset(&h, 0, sizeof(h))
             h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
-            h.fmt = <uint8_t>target
+            vs_set_format(&h, target)
             h.start, h.count, h.dim, h.payload_len = start, count, dim, nbytes
             if nbytes < GIL_BYTES:
                 if encoded != NULL:
@@ -476,7 +643,6 @@ cdef class Rows:
     cdef int _scan_rows(self, fr_scan *s, fr_header *h, const uint8_t **attrs) noexcept nogil:
         """Take in rows and trims up to the first other valid record (VS_OTHER) or the end of the scan (its reason)."""
         cdef int rc
-        cdef uint32_t stride
         while True:
             rc = fr_scan_here(s, h, attrs)
             if rc:
@@ -484,14 +650,11 @@ cdef class Rows:
             if h.state == FR_VALID:
                 self.last = s.offset if h.payload_len else 0
                 if h.kind == VS_STORE:
-                    stride = <uint32_t>q_row_bytes(h.fmt, h.dim)
-                    if <uint64_t>stride * h.count != h.payload_len:
-                        return VS_MISFIT
-                    rc = self._take(h.side, h.layer, h.start, h.count, s.offset + h.header_len, s.offset, stride)
+                    rc = self._take_record(h, s.offset)
                     if rc:
-                        return VS_NO_MEMORY if rc == -1 else VS_MISFIT
+                        return rc
                 elif h.kind == VS_TRIM:
-                    self._trim(h.side, h.layer, h.count)
+                    self._trim(h.side & 1, h.layer, h.count)
                 else:
                     return VS_OTHER
             else:
@@ -503,20 +666,23 @@ cdef class Rows:
 
         Args:
             fresh: empty; gets the same rows at their new places.
-            formats: for each side (format code, dim).
+            formats: for each side and layer that has rows (dim, format).
 
         Returns:
             The offset behind the last record. Raises OSError.
         """
-        cdef int side, error
-        cdef int fmt[2]
-        cdef uint32_t dim[2]
+        cdef int side, layer, error
+        cdef int fmt[4 * VS_LAYERS]
+        cdef uint32_t dim[4 * VS_LAYERS]
         cdef uint8_t *buf = <uint8_t *>malloc(VS_PIECE)
         if buf == NULL:
             raise MemoryError
         try:
             for side in range(2):
-                fmt[side], dim[side] = formats[side][0], formats[side][1]
+                for layer in range(self.layers(side)):
+                    dim[side * VS_LAYERS + layer], fmt[side * VS_LAYERS + layer] = formats[side][layer]
+                    dim[(side + 2) * VS_LAYERS + layer] = dim[side * VS_LAYERS + layer]
+                    fmt[(side + 2) * VS_LAYERS + layer] = Q_FP16
             with nogil:
                 error = self._merge(fresh, src, dst, &at, seed, fmt, dim, buf)
             if error == ENOMEM:
@@ -527,8 +693,8 @@ cdef class Rows:
         finally:
             free(buf)
 
-    cdef int _merge(self, Rows fresh, int src, int dst, uint64_t *at, uint32_t seed, int *fmt, uint32_t *dim,
-                    uint8_t *buf) noexcept nogil:
+    cdef int _merge(self, Rows fresh, int src, int dst, uint64_t *at, uint32_t seed, const int *fmt,
+                    const uint32_t *dim, uint8_t *buf) noexcept nogil:
         """0 or errno."""
         cdef fr_header h
         cdef vs_map *m
@@ -536,7 +702,7 @@ cdef class Rows:
         cdef int side, layer, error
         cdef uint32_t i, j
         cdef uint64_t total = 0
-        for side in range(2):
+        for side in range(4):
             for layer in range(self.used[side]):
                 m = &self.maps[side][layer]
                 i = 0
@@ -545,8 +711,9 @@ cdef class Rows:
                     while j < m.n and m.at[j].start == m.at[j - 1].start + m.at[j - 1].count:
                         j += 1
                     memset(&h, 0, sizeof(h))
-                    h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>side
-                    h.fmt, h.dim = <uint8_t>fmt[side], dim[side]
+                    h.kind, h.state, h.layer, h.side = VS_STORE, FR_VALID, <uint16_t>layer, <uint8_t>(side & 1)
+                    h.dim, h.aux = dim[side * VS_LAYERS + layer], VS_LOOSE if side > 1 else 0
+                    vs_set_format(&h, fmt[side * VS_LAYERS + layer])
                     error = vs_merge(m, i, j, src, dst, at[0], &h, seed, buf, &total)
                     if error:
                         return error
@@ -559,7 +726,7 @@ cdef class Rows:
                     return ENOMEM
                 if m.tokens > into.tokens:
                     into.tokens = m.tokens
-                into.stride = m.stride
+                into.stride, into.group = m.stride, m.group
         return 0
 
     def copy_tail(self, int src, uint64_t offset, uint64_t end, uint32_t seed, int dst, uint64_t at, uint32_t dst_seed,
@@ -621,12 +788,11 @@ cdef class Rows:
                 return VS_MISFIT
             s.offset += step
             if h.kind == VS_STORE:
-                rc = self._take(h.side, h.layer, h.start, h.count, at[0] + h.header_len, at[0] | VS_CHECKED,
-                                <uint32_t>q_row_bytes(h.fmt, h.dim))
+                rc = self._take_record(h, at[0] | VS_CHECKED)
                 if rc:
-                    return VS_NO_MEMORY if rc == -1 else VS_MISFIT
+                    return rc
             elif h.kind == VS_TRIM:
-                self._trim(h.side, h.layer, h.count)
+                self._trim(h.side & 1, h.layer, h.count)
             else:
                 return VS_OTHER
             at[0] += fr_total(h)

@@ -26,13 +26,14 @@ from pion.client.address import Address
 from pion.client.caches import Layout
 from pion.client.connection import Steps
 from pion.client.errors import IncompleteError
+from pion.client.formats import Formats
 from pion.client.identity import model_identity, prefix_digest
 from pion.client.namespace import make_namespace, token_array
 from pion.client.pool import Pool
 from pion.client.raw import RawCommands
 from pion.client.seam import split_at_seam
 from pion.errors import AuthenticationError, CommandError, MismatchError
-from pion.limits import BUILT_FORMATS, DEFAULT_PORT, FORMATS, MAX_NAMESPACE, MAX_PREFILL_MS
+from pion.limits import DEFAULT_PORT, MAX_NAMESPACE, MAX_PREFILL_MS
 
 __all__ = ["PionPromptCache"]
 
@@ -54,11 +55,15 @@ class PionPromptCache:
         model: an mlx-lm model whose layers all have a plain ``KVCache``. None gives a client for `lookup`, `drop`,
             `save`, `commit` and raw commands that needs no mlx.
         vquant: the stored format. ``"fp16"`` keeps fp16 and bf16 models word for word and rounds fp32 models to fp16;
-            ``"native"`` is lossless for all; also ``"bf16"``, ``"fp32"``, ``"int8"``.
+            ``"native"`` is lossless for all; the quantized ones are smaller and cost some of the answer's likeness:
+            ``"int8"``, ``"fp8"``, ``"mlx4g32"``, ``"turbo4"``, ``"turbo3"``, ``"turbo2"``; see docs/quality.md.
         host, port: the server; a host that starts with ``/`` is a Unix socket.
-        stage2, boundary_protect, softmax_bitexact: in the signature of the published client; refused here unless off.
+        stage2, softmax_bitexact: in the signature of the published client; refused here unless off.
         admission_threshold: the n-th miss of a namespace in this process is the first one stored; 1 = store at once.
+        boundary_protect: V of so many layers at either end is kept in fp16, and K of all layers, where vquant is a
+            quantized format; with `k_format`, K has that format but for the same layers.
         prefill_chunk_size: tokens per forward pass when computing; None = one pass.
+        k_format, v_format: stored formats of K and of V, instead of vquant.
         url: ``pion://user:password@host:port`` and the like instead of host and port; see ``Address.of``.
         username, password: credentials; else ``$PION_USERNAME`` and ``$PION_PASSWORD``.
         ssl: True or an ``ssl.SSLContext``.
@@ -92,6 +97,8 @@ class PionPromptCache:
         prefill_chunk_size: int | None = None,
         softmax_bitexact: bool = False,
         *,
+        k_format: str | None = None,
+        v_format: str | None = None,
         url: str | None = None,
         username: str | None = None,
         password: str | None = None,
@@ -102,14 +109,11 @@ class PionPromptCache:
     ) -> None:
         for name, asked in (
             ("stage2=True", stage2),
-            (f"boundary_protect={boundary_protect}", boundary_protect > 0),
             ("softmax_bitexact=True", softmax_bitexact),
-            (f"vquant={vquant!r}", vquant in FORMATS and vquant not in BUILT_FORMATS),
         ):
             if asked:
                 raise ValueError(f"{name} {_LATER}")
-        if vquant not in (*BUILT_FORMATS, "native"):
-            raise ValueError(f"unknown vquant {vquant!r} (want {', '.join(BUILT_FORMATS)} or native)")
+        self.formats = Formats.of(vquant, k_format, v_format, boundary_protect)
         if on_mismatch not in ("recompute", "replace", "raise"):
             raise ValueError(f"on_mismatch must be 'recompute', 'replace' or 'raise', not {on_mismatch!r}")
         if prefill_chunk_size is not None and prefill_chunk_size < 0:
@@ -133,6 +137,8 @@ class PionPromptCache:
         self.on_mismatch = on_mismatch
         self.background_store = background_store
         self.layout = None if model is None else caches.inspect_model(model)
+        if self.layout is not None:
+            self.formats.check(self.layout.dtype, self.layout.cache_len, self.layout.kv_dim)
         self.address = address
         self._pool = Pool(address, 4)
         self.resp = RawCommands(self._pool)
@@ -353,7 +359,8 @@ class PionPromptCache:
     ) -> tuple[Outcome, str, list[Any]]:
         """The cache of a hit; or another outcome, and why, when it cannot be used after all."""
         try:
-            steps = transfer.fetch(namespace, digest, infos, self.model, layout, self.vquant, rows)
+            wanted = self.formats.sides(layout.dtype, layout.cache_len)
+            steps = transfer.fetch(namespace, digest, infos, self.model, layout, wanted, rows)
             cache = self._run(steps)
         except MismatchError as error:
             return "mismatch", str(error), []
@@ -374,11 +381,11 @@ class PionPromptCache:
     def _store(self, namespace: str, layout: Layout, digest: str, cache: list[Any], rows: int) -> None:
         """Register and send the rows. A failure costs the next caller a miss, never this one its cache."""
         started = time.perf_counter()
-        fmt = transfer.stored_format(self.vquant, layout.dtype)
+        formats = self.formats.sides(layout.dtype, layout.cache_len)
         prefill_ms = min(MAX_PREFILL_MS, max(1, round(self.last_prefill_ms)))
         replace = self.on_mismatch == "replace"
         try:
-            self._run(transfer.register(namespace, layout, fmt, rows, digest, prefill_ms, replace=replace))
+            self._run(transfer.register(namespace, layout, formats, rows, digest, prefill_ms, replace=replace))
         except MismatchError as error:  # meanwhile, or incompletely, something else is stored: the K/V here is right
             self._mismatch(namespace, str(error), computed=True)
             return

@@ -145,6 +145,8 @@ class Client:
         v: Layers,
         *,
         vquant: str = "native",
+        k_format: str | None = None,
+        v_format: str | None = None,
         dtype: str | None = None,
         digest: str | None = None,
         prefill_ms: int = 0,
@@ -164,7 +166,8 @@ class Client:
             k, v: arrays ``(layers, heads, tokens, head_dim)``, or lists of arrays per layer. float16, float32, or
                 uint16 with ``dtype="bfloat16"``.
             vquant: storage format; ``native`` keeps every word, ``fp16`` keeps both 16-bit dtypes and rounds float32,
-                ``int8`` quantizes.
+                the others (``int8``, ``fp8``, ``mlx4g32``, ``turbo4``, ``turbo3``, ``turbo2``) quantize.
+            k_format, v_format: storage formats of K and of V, instead of `vquant`.
             digest: hex digest of what the rows belong to (token ids, model); a fetch with another digest is refused.
             prefill_ms: what computing it took, for the statistics.
             scope, parent: group and lineage of the prefix.
@@ -182,6 +185,8 @@ class Client:
                 k,
                 v,
                 vquant=vquant,
+                k_format=k_format,
+                v_format=v_format,
                 dtype=dtype,
                 digest=digest,
                 prefill_ms=prefill_ms,
@@ -207,7 +212,8 @@ class Client:
         """Fetch a whole prefix, and credit the hit in the server's statistics.
 
         With `out` everything takes one round trip, without it two. Without `out` the arrays lie in memory that is
-        reused once the last view of them is gone: keep the arrays, or copy them.
+        reused once the last view of them is gone: keep the arrays, or copy them. Quantized rows cross the wire as they
+        are stored and are decoded here.
 
         Args:
             ns: its name.
@@ -220,7 +226,8 @@ class Client:
             heads: for a prefix that was registered without HEADS.
 
         Returns:
-            k, v and their dtype. fp16 and bf16 entries come back in their own words, all others as float32.
+            k, v and their dtype. Entries all in fp16, or all in bf16, come back in their own words, all others as
+            float32.
 
         Raises:
             PrefixMissError: it is not there, or not complete.

@@ -11,6 +11,7 @@ numpy has no bfloat16: its words travel as ``uint16`` arrays with ``dtype="bfloa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,8 +20,12 @@ from numpy.typing import NDArray
 
 from pion._core.buffers import BufferPool
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
+from pion.client.decode import CODES, NUMPY, Decoder
 from pion.client.errors import IncompleteError, PrefixMissError, reply_error
-from pion.errors import MismatchError
+from pion.client.formats import Sides, check_name, described, registration, stored_format
+from pion.client.receive import Receiver
+from pion.errors import CommandError, MismatchError
+from pion.wire.raw import Stored
 from pion.wire.resp import Part, ReplyError
 
 __all__ = ["KV", "Array", "fetch", "lookup", "store"]
@@ -28,10 +33,8 @@ __all__ = ["KV", "Array", "fetch", "lookup", "store"]
 Array = NDArray[Any]
 Layers = Array | Sequence[Array]
 
-_NUMPY: Final[dict[str, Any]] = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
 _WIRE: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
-_NATIVE: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # the format that keeps the words
-_FETCHED: Final = {"fp16": "float16", "bf16": "bfloat16"}  # every other format is decoded to float32
+_FETCHED: Final = {"fp16": "float16", "bf16": "bfloat16"}  # when it is the only one; all else is decoded to float32
 
 
 class KV(NamedTuple):
@@ -58,7 +61,7 @@ def dtype_of(array: Array, dtype: str | None) -> str:
         return dtype
     if name == "uint16" and dtype is None:
         raise TypeError('uint16 arrays can hold anything: pass dtype="bfloat16" if these are bfloat16 words')
-    if name not in _NUMPY or array.dtype.byteorder == ">" or (dtype is not None and dtype != name):
+    if name not in NUMPY or array.dtype.byteorder == ">" or (dtype is not None and dtype != name):
         raise TypeError(f"cannot use {array.dtype} as {dtype or 'K/V'} (want float16, float32, or bfloat16 as uint16)")
     return name
 
@@ -98,6 +101,8 @@ def store(
     v: Layers,
     *,
     vquant: str = "native",
+    k_format: str | None = None,
+    v_format: str | None = None,
     dtype: str | None = None,
     digest: str | None = None,
     prefill_ms: int = 0,
@@ -118,13 +123,17 @@ def store(
     if dtype_of(sides[1][0], dtype) != name:
         raise TypeError(f"k is {name} and v is {sides[1][0].dtype}")
     heads, tokens, head_dim = sides[0][0].shape
+    for what, asked in (("vquant", vquant), ("k_format", k_format), ("v_format", v_format)):
+        if asked is not None:
+            check_name(what, asked)
     # Format fp16 keeps the words of both 16-bit dtypes, and the entry remembers which they are.
-    keep = vquant == "native" or (vquant == "fp16" and name == "bfloat16")
-    command: list[Part] = ["KV.PREFIX.REGISTER", ns, heads * head_dim, _NATIVE[name] if keep else vquant]
+    k_stored, v_stored = (stored_format(asked or vquant, name) for asked in (k_format, v_format))
+    layers = len(sides[0])
+    command: list[Part] = registration(ns, heads * head_dim, ((k_stored,) * layers, (v_stored,) * layers))
     if blocks is not None:
         hashes = np.ascontiguousarray(blocks[1], dtype="<u8")
         command += ["BLOCKS", blocks[0], hashes.size, hashes.tobytes()]
-    command += ["ROWS", tokens, "LAYERS", len(sides[0]), "HEADS", heads, "HEAD_DIM", head_dim]
+    command += ["ROWS", tokens, "LAYERS", layers, "HEADS", heads, "HEAD_DIM", head_dim]
     options: dict[str, Part | None] = {"PREFILL_MS": prefill_ms or None, "DIGEST": digest, "SCOPE": scope}
     options |= {"PARENT": parent, "ROPE": rope}
     for word, value in options.items():
@@ -133,9 +142,9 @@ def store(
     if replace:
         command.append("REPLACE")
     # On its own: rows sent behind a refused REGISTER would land in the entry that is there.
-    asked: list[Command] = [command] if digest is not None else [command, ["V.INFO", sids[0]]]
-    reply, *info = yield Flight(asked)
-    expect_ok(reply, "KV.PREFIX.REGISTER")
+    opening: list[Command] = [command] if digest is not None else [command, ["V.INFO", sids[0]]]
+    reply, *info = yield Flight(opening)
+    expect_ok(reply, str(command[0]))
     if info and isinstance(info[0], bytes) and b"\r\ndigest:" in info[0]:
         held = info[0].partition(b"\r\ndigest:")[2].partition(b"\r\n")[0].decode()
         raise MismatchError(f"MISMATCH prefix {_text(ns)!r} is stored with the digest {held}, none was given")
@@ -146,10 +155,23 @@ def store(
                 data = rows_of(side[index]).data
                 yield "V.STOREBATCH", sid, index, 0, tokens, data, "FMT", _WIRE[name]
 
-    for number, reply in enumerate((yield Flight(rows()))):
-        if isinstance(reply, ReplyError):
-            raise reply_error(f"{reply} (layer {number // 2} of {'KV'[number % 2]}, prefix {_text(ns)!r})")
-        expect_ok(reply, "V.STOREBATCH")
+    replies = yield Flight(rows())
+    try:
+        for number, reply in enumerate(replies):
+            if isinstance(reply, ReplyError):
+                raise reply_error(f"{reply} (layer {number // 2} of {'KV'[number % 2]}, prefix {_text(ns)!r})")
+            expect_ok(reply, "V.STOREBATCH")
+    except CommandError:
+        yield from _drop_incomplete(ns, layers, tokens)
+        raise
+
+
+def _drop_incomplete(ns: str | bytes, layers: int, tokens: int) -> Steps[None]:
+    """After a refusal: leave nothing behind that nobody can use. An entry that is whole is another's work."""
+    infos = yield Flight([["V.INFO", sid] for sid in _sids(ns)])
+    wanted = {f"layer_{layer}_tokens:{tokens}" for layer in range(layers)}
+    if not all(isinstance(info, bytes) and wanted <= set(info.decode().split("\r\n")) for info in infos):
+        yield Flight([["KV.PREFIX.DROP", ns]])
 
 
 def lookup(ns: str | bytes, digest: str | None, tokens: int | None, prefill_ms: int | None) -> list[Part]:
@@ -168,12 +190,12 @@ class Shape(NamedTuple):
     heads: int
     tokens: int
     head_dim: int
-    fmt: str
 
-    @property
-    def dtype(self) -> str:
-        """The dtype the rows are answered in."""
-        return _FETCHED.get(self.fmt, "float32")
+
+def dtype_for(formats: Sides) -> str:
+    """The dtype the rows are answered in."""
+    names = {*formats[0], *formats[1]}
+    return _FETCHED.get(names.pop(), "float32") if len(names) == 1 else "float32"
 
 
 def fetch(
@@ -194,42 +216,54 @@ def fetch(
     if out is None:
         found = yield Flight(ask)
         yield from _check_hit(ns, found[0])
-        shape = _shape(ns, found[1:], heads)
-        target = _Target(shape, shape.dtype, None, pool)
-        # The entry may be replaced between the two flights: ask again what it is, behind the rows.
+        before = found[1:]
+        shape, formats = _shape(ns, before, heads)
+        name = dtype_for(formats)
+        target = _Target(shape, name, None, pool, native=name == "float16" or {*formats[0], *formats[1]} == {"fp32"})
         replies = yield Flight([*target.commands(sids), *infos], target.outs(0))
-        raise_first(replies[:2])
-        if replies[2:] != found[1:]:
-            raise IncompleteError(f"prefix {_text(ns)!r} changed while it was fetched")
-        target.check(ns, replies[:2])
-        return target.fresh()
-    given = layers_of(out[0], "out[0]"), layers_of(out[1], "out[1]")
-    want, name = given[0][0].shape, dtype_of(given[0][0], dtype)
-    if given[1][0].shape != want or len(given[1]) != len(given[0]) or dtype_of(given[1][0], dtype) != name:
-        raise ValueError("the two arrays of out differ in shape or dtype")
-    target = _Target(Shape(len(given[0]), want[0], want[1], want[2], ""), name, given, pool)
-    replies = yield Flight([*ask, *target.commands(sids), *infos], target.outs(3))
-    yield from _check_hit(ns, replies[0])
-    shape = _shape(ns, replies[1:3], want[0])
-    if shape[:4] != target.shape[:4] or shape.dtype != name:
-        raise MismatchError(
-            f"MISMATCH prefix {_text(ns)!r} is {shape[:4]} {shape.dtype}, out is {target.shape[:4]} {name}"
-        )
-    raise_first(replies[3:5])
-    if replies[5:] != replies[1:3]:
+    else:
+        given = layers_of(out[0], "out[0]"), layers_of(out[1], "out[1]")
+        want, name = given[0][0].shape, dtype_of(given[0][0], dtype)
+        if given[1][0].shape != want or len(given[1]) != len(given[0]) or dtype_of(given[1][0], dtype) != name:
+            raise ValueError("the two arrays of out differ in shape or dtype")
+        if not all(layer.flags.writeable for side in given for layer in side):
+            raise ValueError("out cannot be written to")
+        target = _Target(Shape(len(given[0]), *want), name, given, pool, native=name == "float16")
+        replies = yield Flight([*ask, *target.commands(sids), *infos], target.outs(3))
+        yield from _check_hit(ns, replies[0])
+        before, replies = replies[1:3], replies[3:]
+        shape, formats = _shape(ns, before, want[0])
+        if (shape, dtype_for(formats)) != (target.shape, name):
+            raise MismatchError(
+                f"MISMATCH prefix {_text(ns)!r} is {tuple(shape)} {dtype_for(formats)}, "
+                f"out is {tuple(target.shape)} {name}"
+            )
+    raise_first(replies[:2])
+    # The entry may be replaced between the flights, or between the commands of one: ask again behind the rows.
+    if replies[2:] != before:
         raise IncompleteError(f"prefix {_text(ns)!r} changed while it was fetched")
-    target.check(ns, replies[3:5])
+    target.check(ns, replies[:2], formats)
+    if out is None:
+        return target.fresh()
     target.copy_out()
-    return KV(out[0], out[1], name)
+    return KV(out[0], out[1], target.dtype)
 
 
 class _Target:
-    """Memory for one fetch: each layer's rows are received where they belong, or into scratch when `out` has another
-    order in memory."""
+    """Memory for one fetch: each layer's rows are received where they belong, decoded there, or brought into scratch
+    when `out` has another order in memory."""
 
-    def __init__(self, shape: Shape, dtype: str, out: tuple[list[Array], list[Array]] | None, pool: BufferPool) -> None:
-        self.shape, self.dtype, self.out = shape, dtype, out
-        kind = np.dtype(_NUMPY[dtype])
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: str,
+        out: tuple[list[Array], list[Array]] | None,
+        pool: BufferPool,
+        *,
+        native: bool,
+    ) -> None:
+        self.shape, self.dtype, self.out, self._native = shape, dtype, out, native
+        kind = np.dtype(NUMPY[dtype])
         rows = (shape.layers, shape.tokens, shape.heads, shape.head_dim)
         size = kind.itemsize * shape.layers * shape.tokens * shape.heads * shape.head_dim
         self.sides: list[list[Array]] = []
@@ -241,33 +275,60 @@ class _Target:
             array = np.frombuffer(memoryview(pool.take(size)), kind).reshape(rows)
             self.whole.append(array)
             self.sides.append(list(array))
+        dim = shape.heads * shape.head_dim
+        self._decoder = Decoder(dim, dtype)
+        self._receivers = [
+            Receiver(
+                "KV"[side],
+                shape.layers,
+                shape.tokens,
+                dim,
+                functools.partial(self._place, side),
+                (CODES[dtype], functools.partial(self._home, side)),
+            )
+            for side in range(2)
+        ]
+
+    def _home(self, side: int, layer: int) -> memoryview:
+        return self.sides[side][layer].reshape(-1).view(np.uint8).data
+
+    def _place(self, side: int, layer: int, stored: Stored, answer: memoryview) -> None:
+        rows = self.sides[side][layer].reshape(self.shape.tokens, -1)
+        for first, piece in self._decoder.pieces(stored, answer):
+            rows[first : first + len(piece)] = piece
 
     def commands(self, sids: tuple[bytes, bytes]) -> list[list[Part]]:
-        """One V.FETCH per side. NATIVE words are those of the store for fp16 only; RAW ones for bf16."""
-        words = "RAW" if self.dtype == "bfloat16" else "NATIVE"
-        n, layers = self.shape.tokens, self.shape.layers
+        """One V.FETCH per side: NATIVE where only the words wanted can be meant, which needs no header in front of
+        every layer; else RAW, so that the rows cross the wire as they are stored."""
+        n, layers, words = self.shape.tokens, self.shape.layers, "NATIVE" if self._native else "RAW"
         return [["V.FETCH", sid, "BATCH", 0, n, layers, "FMT", words] for sid in sids]
 
-    def outs(self, first: int) -> dict[int, list[memoryview]]:
-        """The buffers of both replies; the first V.FETCH is command number `first`."""
-        return {first + side: [layer.data for layer in layers] for side, layers in enumerate(self.sides)}
+    def outs(self, first: int) -> dict[int, Any]:
+        """Where both replies go; the first V.FETCH is command number `first`."""
+        plans: list[Any] = list(self._receivers)
+        if self._native:
+            plans = [[layer.data for layer in layers] for layers in self.sides]
+        return {first + side: plan for side, plan in enumerate(plans)}
 
-    def check(self, ns: str | bytes, replies: list[Any]) -> None:
-        """Every byte must have arrived in its place.
+    def check(self, ns: str | bytes, replies: list[Any], formats: Sides) -> None:
+        """Every row must have arrived in its place, in the format it should have.
 
         Raises:
-            IncompleteError: a layer is missing or has another size.
+            IncompleteError: a layer is missing, has another size or is in another format.
         """
         for side, reply in enumerate(replies):
+            wrong = ""
             if not isinstance(reply, list) or len(reply) != self.shape.layers:
-                raise IncompleteError(f"prefix {_text(ns)!r}: not {self.shape.layers} layers in {'KV'[side]}")
-            for index, item in enumerate(reply):
-                if not isinstance(item, memoryview):
-                    got = "nothing" if item is None else f"{len(item)} bytes"
-                    want = self.sides[side][index].nbytes
-                    raise IncompleteError(
-                        f"prefix {_text(ns)!r}: layer {index} of {'KV'[side]} is {got}, not {want} bytes"
-                    )
+                wrong = f"not {self.shape.layers} layers in {'KV'[side]}"
+            elif not self._native:
+                wrong = self._receivers[side].finish(formats[side])
+            else:
+                for index, item in reversed(list(enumerate(reply))):
+                    if not isinstance(item, memoryview):
+                        got = "nothing" if item is None else f"{len(item)} bytes"
+                        wrong = f"layer {index} of {'KV'[side]} is {got}, not {self.sides[side][index].nbytes} bytes"
+            if wrong:
+                raise IncompleteError(f"prefix {_text(ns)!r}: {wrong}")
 
     def fresh(self) -> KV:
         """The arrays received into memory of the pool."""
@@ -290,27 +351,33 @@ def _check_hit(ns: str | bytes, reply: Any) -> Steps[None]:
         raise PrefixMissError(f"prefix {_text(ns)!r}: {text}")
 
 
-def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> Shape:
-    """The shape both sides have.
+def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> tuple[Shape, Sides]:
+    """The shape both sides have, and the formats of their layers.
 
     Raises:
         IncompleteError: the sides differ, or a layer is shorter than the others.
     """
     raise_first(infos)
-    sides = []
+    sides, formats = [], []
     for info in infos:
         lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
-        layers, dim = int(lines["num_layers"]), int(lines["value_dim"])
+        held = described(lines)
+        layers, dims = len(held), {dim for dim, _ in held} or {int(lines["value_dim"])}
         rows = {int(lines.get(f"layer_{i}_tokens", 0)) for i in range(layers)}
         if len(rows) != 1 or 0 in rows:
             raise IncompleteError(f"prefix {_text(ns)!r}: its layers hold {sorted(rows)} rows")
-        count = heads or int(lines.get("heads", 0))
+        if len(dims) != 1:
+            raise ValueError(
+                f"prefix {_text(ns)!r}: its layers have rows of {sorted(dims)} values; fetch them by layer"
+            )
+        dim, count = dims.pop(), heads or int(lines.get("heads", 0))
         if not count or dim % count:
             raise ValueError(f"prefix {_text(ns)!r} was stored without HEADS: say heads=… (a row has {dim} values)")
-        sides.append(Shape(layers, count, rows.pop(), dim // count, lines["v_format"]))
+        sides.append(Shape(layers, count, rows.pop(), dim // count))
+        formats.append(tuple(fmt for _, fmt in held))
     if sides[0] != sides[1]:
         raise IncompleteError(f"prefix {_text(ns)!r}: K is {tuple(sides[0])}, V is {tuple(sides[1])}")
-    return sides[0]
+    return sides[0], (formats[0], formats[1])
 
 
 def _sids(ns: str | bytes) -> tuple[bytes, bytes]:

@@ -7,6 +7,7 @@ into the model's arrays while the next ones travel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -16,23 +17,16 @@ from pion.client import caches
 from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
 from pion.client.errors import IncompleteError
-from pion.errors import MismatchError
-from pion.limits import FORMATS
+from pion.client.formats import KEPT, Sides, described, registration
+from pion.client.receive import Receiver
+from pion.errors import CommandError, MismatchError
 
-__all__ = ["Rows", "fetch", "lookup", "packed", "register", "send", "stored_format"]
+__all__ = ["Rows", "fetch", "lookup", "packed", "register", "send"]
 
-_KEPT: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # the format that keeps the words
 _WIRE: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 Rows = Iterable[tuple[int, int, np.ndarray[Any, Any]]]
 """(layer, side, rows) of a prompt cache; side 0 = K, 1 = V."""
-
-
-def stored_format(vquant: str, dtype: str) -> str:
-    """The format a model of this dtype is stored in: 16-bit models keep their words under ``fp16`` as well."""
-    if vquant == "native" or (vquant == "fp16" and dtype == "bfloat16"):
-        return _KEPT[dtype]
-    return vquant
 
 
 def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Steps[tuple[bool, list[Any]]]:
@@ -48,19 +42,19 @@ def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Ste
 
 
 def register(
-    namespace: str, layout: Layout, fmt: str, rows: int, digest: str, prefill_ms: int, *, replace: bool
+    namespace: str, layout: Layout, sides: Sides, rows: int, digest: str, prefill_ms: int, *, replace: bool
 ) -> Steps[None]:
-    """Declare a prefix: shape, format, what a row is, and whose it is.
+    """Declare a prefix: shape, formats, what a row is, and whose it is.
 
     Raises:
         MismatchError: the namespace holds something else, and not `replace`.
     """
-    command: list[Any] = ["KV.PREFIX.REGISTER", namespace, layout.kv_dim, fmt]
+    command = registration(namespace, layout.kv_dim, sides)
     command += ["PREFILL_MS", prefill_ms, "ROWS", rows, "LAYERS", layout.cache_len, "DIGEST", digest]
     command += ["HEADS", layout.n_kv_heads, "HEAD_DIM", layout.head_dim]
     command += ["ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"]
     (reply,) = yield Flight([[*command, "REPLACE"] if replace else command])
-    expect_ok(reply, "KV.PREFIX.REGISTER")
+    expect_ok(reply, str(command[0]))
 
 
 def packed(cache: list[Any], rows: int) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
@@ -74,7 +68,7 @@ def send(namespace: str, digest: str, dtype: str, count: int, rows: Rows) -> Ste
     """Store rows in the words the model has; the server turns them into the format of the entry.
 
     Raises:
-        CommandError: the first refusal. The prefix stays incomplete, which is a MISS for everybody.
+        CommandError: the first refusal. A prefix that is incomplete by it is dropped again.
         IncompleteError: the entry was replaced meanwhile and may now hold rows of two prefixes. It was dropped.
     """
 
@@ -89,51 +83,44 @@ def send(namespace: str, digest: str, dtype: str, count: int, rows: Rows) -> Ste
         raise_first([*stored, keys, values])
         yield Flight([["KV.PREFIX.DROP", namespace]])
         raise IncompleteError("the namespace was given to something else meanwhile; it was dropped")
-    for reply in stored:
-        expect_ok(reply, "V.STOREBATCH")
+    try:
+        for reply in stored:
+            expect_ok(reply, "V.STOREBATCH")
+    except CommandError:
+        layers = len(stored) // 2
+        if not all(_whole(_lines(info), layers, count) for info in (keys, values)):
+            yield Flight([["KV.PREFIX.DROP", namespace]])
+        raise
 
 
-def _described(info: Any, digest: str, layout: Layout, count: int, allowed: set[str]) -> int:
-    """The format code in a V.INFO reply, if the session is what this model can use."""
+def _whole(lines: dict[str, str], layers: int, count: int) -> bool:
+    return all(lines.get(f"layer_{layer}_tokens") == str(count) for layer in range(layers))
+
+
+def _described(info: Any, digest: str, layout: Layout, count: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The format of each layer in a V.INFO reply, if the session is what this model can use."""
     lines = _lines(info)
-    dim, layers, fmt = lines["value_dim"], lines["num_layers"], lines["v_format"]
-    if (dim, layers) != (str(layout.kv_dim), str(layout.cache_len)):
+    held = described(lines)
+    if held != tuple((layout.kv_dim, fmt) for _, fmt in held) or len(held) != layout.cache_len:
+        dims = "/".join(dict.fromkeys(str(dim) for dim, _ in held))
         here = f"{layout.cache_len} layers of {layout.kv_dim}"
-        raise MismatchError(f"MISMATCH shape: {layers} layers of {dim} values are stored, this model has {here}")
-    if fmt not in allowed:
-        raise MismatchError(f"MISMATCH format: stored as {fmt}, asked for as {' or '.join(sorted(allowed))}")
+        raise MismatchError(f"MISMATCH shape: {len(held)} layers of {dims} values are stored, this model has {here}")
+    kept = KEPT[layout.dtype]  # words kept as they were serve any request
+    for layer, ((_, fmt), asked) in enumerate(zip(held, wanted, strict=True)):
+        if fmt not in (asked, kept):
+            where = "" if len({*held}) == 1 == len({*wanted}) else f" (layer {layer})"
+            allowed = " or ".join(sorted({asked, kept}))
+            raise MismatchError(f"MISMATCH format: stored as {fmt}, asked for as {allowed}{where}")
     if lines.get("digest") != digest:
         raise IncompleteError("the prefix was replaced behind the lookup")
     short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(count)]
     if short:
         raise IncompleteError(f"layers {short} do not hold {count} rows")
-    return FORMATS[fmt]
-
-
-class _Receiver:
-    """Gives the parser the same buffer for each layer of one side, after placing what was in it before."""
-
-    def __init__(self, restorer: caches.Restorer, side: int, code: int) -> None:
-        self._place, self._side, self._code = restorer.place, side, code
-        self._buffer = np.empty(restorer.nbytes(code), np.uint8).data
-        self._layer: int | None = None
-
-    def __call__(self, layer: int, nbytes: int) -> Any:
-        self.flush()
-        if nbytes != self._buffer.nbytes:
-            return None  # arrives as it is; the layer stays missing, which `fetch` notices
-        self._layer = layer
-        return self._buffer
-
-    def flush(self) -> None:
-        """Place the layer whose rows are complete, if there is one."""
-        if self._layer is not None:
-            self._place(self._layer, self._side, self._code, self._buffer)
-            self._layer = None
+    return tuple(fmt for _, fmt in held)
 
 
 def fetch(
-    namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, vquant: str, count: int
+    namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, wanted: Sides, count: int
 ) -> Steps[list[Any]]:
     """Fetch all rows of a prefix into a fresh prompt cache.
 
@@ -141,7 +128,7 @@ def fetch(
         namespace, digest: the prefix.
         infos: what `lookup` said about it.
         model, layout: what the cache is for.
-        vquant: the format asked for.
+        wanted: the formats asked for.
         count: tokens of the prefix.
 
     Returns:
@@ -153,25 +140,24 @@ def fetch(
         CommandError: the server refused.
     """
     raise_first(infos)
-    # Words kept as they were serve any request; otherwise the format must be the one asked for.
-    allowed = {stored_format(vquant, layout.dtype), _KEPT[layout.dtype]}
-    codes = [_described(info, digest, layout, count, allowed) for info in infos]
+    formats = [_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True)]
     restorer = caches.Restorer(model, layout, count)
-    receivers = [_Receiver(restorer, side, code) for side, code in enumerate(codes)]
+    receivers = [
+        Receiver("KV"[side], layout.cache_len, count, layout.kv_dim, functools.partial(restorer.place, side))
+        for side in range(2)
+    ]
     span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
     asked: list[Command] = [["V.FETCH", sid, *span] for sid in _sids(namespace)]
     # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
     asked += _infos(namespace)
     replies = yield Flight(asked, dict(enumerate(receivers)))
     raise_first(replies)
-    for receiver in receivers:
-        receiver.flush()
     if replies[2:] != infos:
         raise IncompleteError("the prefix was replaced while it was fetched")
-    try:
-        return restorer.finish()
-    except ValueError as error:
-        raise IncompleteError(str(error)) from error
+    wrong = [text for receiver, fmts in zip(receivers, formats, strict=True) if (text := receiver.finish(fmts))]
+    if wrong:
+        raise IncompleteError("; ".join(wrong))
+    return restorer.finish()
 
 
 def _lines(info: bytes) -> dict[str, str]:

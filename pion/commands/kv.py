@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 #: The formats published clients know; a text that lists them is matched on, so it does not grow with ours.
 PUBLISHED_FORMATS: Final = "int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32"
 HYBRID: Final = "bf16_rope_fp8_body"
-BLOCK_FORMATS: Final = ("turbo4", "turbo3", "turbo2", "fp8", "mlx4g32")
 
 
 def requires(command: str, arguments: str) -> CommandError:
@@ -78,8 +77,8 @@ def _ns_prefix(ctx: Context) -> bytes:
     return prefix.encode("utf-8", "surrogateescape") if isinstance(prefix, str) else bytes(prefix)
 
 
-def built_format(command: str, name: str, unknown: CommandError) -> int:
-    """The code of a format this version can store.
+def stored_format(command: str, name: str, unknown: CommandError) -> int:
+    """The code of a format for all layers.
 
     Args:
         command: for the text, `V.CREATE` or `KV.PREFIX.REGISTER`.
@@ -87,16 +86,14 @@ def built_format(command: str, name: str, unknown: CommandError) -> int:
         unknown: raised for a name that is no format at all.
 
     Raises:
-        CommandError: `unknown`, or that the format is not built, or that `native` is the client's word.
+        CommandError: `unknown`, or that `native` is the client's word.
     """
     if name == "native":
         raise CommandError(
             f"ERR {command}: VQUANT 'native' is chosen by the client: send the model's own fp16, bf16 or fp32"
         )
-    if name not in limits.FORMATS or name == HYBRID:
-        raise unknown
     if name not in limits.BUILT_FORMATS:
-        raise errors.format_not_built(command, name)
+        raise unknown
     return limits.FORMATS[name]
 
 

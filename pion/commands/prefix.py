@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from pion import errors, limits
-from pion.commands import args, kv
+from pion.commands import args, kv, schema
 from pion.commands.table import command
 from pion.errors import CommandError
 from pion.wire.resp import OK, Simple
@@ -78,10 +78,10 @@ def _blocks(argv: list[bytes]) -> tuple[int, bytes]:
     return size, argv[2]
 
 
-def _register_options(argv: list[bytes]) -> dict[str, Any]:
-    """The options from argv[4] on, in any order; the last of a repeated one wins."""
+def _register_options(command: str, argv: list[bytes]) -> dict[str, Any]:
+    """The options, in any order; the last of a repeated one wins."""
     out: dict[str, Any] = {}
-    i = 4
+    i = 0
     while i < len(argv):
         word = args.upper(argv[i])
         if word == b"REPLACE":
@@ -91,11 +91,9 @@ def _register_options(argv: list[bytes]) -> dict[str, Any]:
             out["blocks"] = _blocks(argv[i + 1 : i + 4])
             i += 4
         elif word not in _VALUED:
-            raise CommandError(
-                f"ERR KV.PREFIX.REGISTER unknown option '{args.text(argv[i][:64])}' ({_REGISTER_OPTIONS})"
-            )
+            raise CommandError(f"ERR {command} unknown option '{args.text(argv[i][:64])}' ({_REGISTER_OPTIONS})")
         elif i + 1 == len(argv):
-            raise CommandError(f"ERR KV.PREFIX.REGISTER option {word.decode()} needs a value")
+            raise CommandError(f"ERR {command} option {word.decode()} needs a value")
         else:
             name, parse = _VALUED[word]
             out[name] = parse(argv[i + 1])
@@ -103,15 +101,17 @@ def _register_options(argv: list[bytes]) -> dict[str, Any]:
     return out
 
 
-def _check_shape(ns: bytes, kv_dim: int, options: dict[str, Any]) -> None:
+def _check_shape(ctx: Context, ns: bytes, dims: set[int], options: dict[str, Any]) -> None:
     if ("rows" in options) != ("layers" in options):
         raise CommandError("ERR ROWS and LAYERS are declared together")
     heads, head_dim = options.get("heads"), options.get("head_dim")
     known = heads or head_dim
-    if known and (kv_dim % known or (heads and head_dim and heads * head_dim != kv_dim)):
+    if known and any(dim % known or (heads and head_dim and heads * head_dim != dim) for dim in dims):
         raise CommandError("ERR HEADS * HEAD_DIM must equal kv_dim")
     if options.get("parent") == ns:
         raise CommandError("ERR PARENT must be another namespace")
+    if "parent" in options:
+        kv.namespace(ctx, options["parent"])
 
 
 @command(
@@ -131,12 +131,30 @@ def register(ctx: Context, argv: list[bytes]) -> Any:
     unknown = CommandError(
         f"ERR KV.PREFIX.REGISTER: unknown vquant '{args.text(argv[3][:64])}' (want {kv.PUBLISHED_FORMATS})"
     )
-    code = kv.built_format("KV.PREFIX.REGISTER", args.text(argv[3]).lower(), unknown)
-    options = _register_options(argv)
-    _check_shape(ns, kv_dim, options)
-    if "parent" in options:
-        kv.namespace(ctx, options["parent"])
+    code = kv.stored_format("KV.PREFIX.REGISTER", args.text(argv[3]).lower(), unknown)
+    options = _register_options("KV.PREFIX.REGISTER", argv[4:])
+    _check_shape(ctx, ns, {kv_dim}, options)
     engine.register(ns, kv_dim, code, **options)
+    return kv.acknowledged(ctx, OK)
+
+
+@command(
+    "KV.PREFIX.REGISTER.SCHEMA", -1, "write denyoom", 0, 0, 0, "prefix", "0.1.0",
+    "Makes room for the K/V of a prefix whose layers, or whose K and V, differ in dimension or format.",
+    "O(L) for L layers, O(N log N) for N block hashes",
+)  # fmt: skip
+def register_schema(ctx: Context, argv: list[bytes]) -> Any:
+    """`ns n kspec ... vspec ... [options of REGISTER]`; a spec is `fmt=f,dim=d[,rope=r]`, with `*m` for m layers."""
+    engine = kv.engine(ctx)
+    if len(argv) < 4:
+        raise kv.requires("KV.PREFIX.REGISTER.SCHEMA", "ns_key N kspec_0 ... kspec_{N-1} vspec_0 ... vspec_{N-1}")
+    ns = kv.namespace(ctx, argv[1])
+    k_layers, v_layers, rest = schema.register(argv[2:])
+    options = _register_options("KV.PREFIX.REGISTER.SCHEMA", rest)
+    _check_shape(ctx, ns, {dim for dim, _ in (*k_layers, *v_layers)}, options)
+    if options.pop("layers", len(k_layers)) != len(k_layers):
+        raise CommandError("ERR LAYERS must be the number of layers of the schema")
+    engine.register_schema(ns, k_layers, v_layers, **options)
     return kv.acknowledged(ctx, OK)
 
 
@@ -371,4 +389,3 @@ _later("LEASE", "Keeps a prefix for a time (not in this version).")
 _later("EXPIRE", "Sets the life time of a prefix (not in this version).")
 _later("PIN", "Protects a prefix from eviction (not in this version).")
 _later("UNPIN", "Ends the protection of a prefix (not in this version).")
-_later("REGISTER.SCHEMA", "Registers a prefix with one format per layer (not in this version).")

@@ -131,6 +131,9 @@ ZSCAN key cursor [MATCH pattern] [COUNT count]
 KV.PREFIX.REGISTER namespace kv-dim vquant [BLOCKS block-size count hashes] [PREFILL_MS milliseconds] [ROWS rows]\
  [LAYERS layers] [DIGEST hex] [SCOPE scope] [PARENT namespace] [HEADS heads] [HEAD_DIM head-dim] [ROPE theta]\
  [REPLACE]
+KV.PREFIX.REGISTER.SCHEMA namespace layers k-spec... v-spec... [BLOCKS block-size count hashes]\
+ [PREFILL_MS milliseconds] [ROWS rows] [LAYERS layers] [DIGEST hex] [SCOPE scope] [PARENT namespace] [HEADS heads]\
+ [HEAD_DIM head-dim] [ROPE theta] [REPLACE]
 KV.PREFIX.LOOKUP namespace [TOKENS tokens] [PREFILL_MS milliseconds] [DIGEST hex]
 KV.PREFIX.DROP namespace...
 KV.PREFIX.OWNER namespace
@@ -139,7 +142,7 @@ KV.PREFIX.MEMBERSHIP namespace count hashes
 KV.PREFIX.WHY namespace
 KV.PREFIX.LIST [SCOPE scope] [MATCH pattern] cursor
 KV.PREFIX.SAVE [path]
-V.CREATE sid dim [VQUANT format]
+V.CREATE sid (dim [VQUANT format] | [default-dim] SCHEMA layers spec...)
 V.STOREBATCH sid layer start count values [FMT (F32 | F16 | BF16)]
 V.FETCH sid (layer (RANGE start end | token-id...) | BATCH start end [layers]) [FMT (NATIVE | RAW)]
 V.INFO [sid]

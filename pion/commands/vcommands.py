@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from pion import limits
-from pion.commands import args, kv, table
+from pion._core.stream import Extents, Sink
+from pion.commands import args, kv, schema, table
 from pion.commands.table import command
 from pion.errors import CommandError
+from pion.store import layout
+from pion.wire.raw import MAX_SEGMENTS, Segment, pack
 from pion.wire.resp import OK
 
 if TYPE_CHECKING:
@@ -34,9 +37,9 @@ def create(ctx: Context, argv: list[bytes]) -> Any:
             "V.CREATE", "session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
         )
     if args.upper(argv[2]) == b"SCHEMA":
-        return _create_schema(0, argv[3:])
+        return _create_schema(ctx, argv[1], argv[3:], 0)
     if len(argv) > 3 and args.upper(argv[3]) == b"SCHEMA":
-        return _create_schema(kv.permissive_int(argv[2]), argv[4:])
+        return _create_schema(ctx, argv[1], argv[4:], kv.permissive_int(argv[2]))
     dim = kv.permissive_int(argv[2])
     if not 1 <= dim <= limits.MAX_DIM:
         raise CommandError(f"ERR invalid value_dim (must be 1-{limits.MAX_DIM})")
@@ -52,61 +55,11 @@ def _uniform_format(name: str) -> int:
     if name == kv.HYBRID:
         raise CommandError(f"ERR V.CREATE: {kv.HYBRID} requires SCHEMA form with per-layer rope=N")
     unknown = CommandError(f"ERR V.CREATE: unknown VQUANT format '{name[:64]}' (want {kv.PUBLISHED_FORMATS})")
-    return kv.built_format("V.CREATE", name, unknown)
+    return kv.stored_format("V.CREATE", name, unknown)
 
 
-def _create_schema(default_dim: int, argv: list[bytes]) -> Any:
-    """Checks the whole SCHEMA form, so that its mistakes are named, then refuses it: this version has no schemas."""
-    if not 0 <= default_dim <= limits.MAX_DIM:
-        raise CommandError(f"ERR V.CREATE SCHEMA: default_dim must be 0-{limits.MAX_DIM}")
-    if not argv:
-        raise CommandError("ERR V.CREATE SCHEMA requires N (layer count)")
-    layers = args.integer(argv[0])
-    if layers <= 0:
-        raise CommandError("ERR V.CREATE SCHEMA: N must be positive")
-    if layers > limits.MAX_SCHEMA_LAYERS:
-        raise CommandError(
-            f"ERR V.CREATE SCHEMA: N exceeds {limits.MAX_SCHEMA_LAYERS}; "
-            "split into multiple sessions or wait for V.CREATE.SCHEMA.APPEND"
-        )
-    if len(argv) - 1 < layers:
-        raise CommandError(f"ERR V.CREATE SCHEMA: not enough layer specs (need {layers})")
-    for i in range(layers):
-        _check_layer(i, argv[i + 1], default_dim)
-    raise kv.later("V.CREATE SCHEMA")
-
-
-def _check_layer(i: int, spec: bytes, default_dim: int) -> None:
-    fmt, dim, rope = "int8", default_dim, 0
-
-    def wrong(what: str) -> CommandError:
-        return CommandError(f"ERR V.CREATE SCHEMA: layer {i} {what}")
-
-    for item in args.text(spec).split(","):
-        key, _, value = item.partition("=")
-        key = key.lower()
-        if key == "fmt":
-            fmt = value.lower()
-            if fmt not in limits.FORMATS:
-                raise wrong("unknown fmt")
-        elif key in ("dim", "rope"):
-            number = kv.permissive_int(value.encode("utf-8", "surrogateescape"))
-            if not 1 <= number <= limits.MAX_DIM:
-                raise wrong(f"{key} must be 1-{limits.MAX_DIM}")
-            dim, rope = (number, rope) if key == "dim" else (dim, number)
-        elif key == "s":
-            raise CommandError("ERR V.CREATE SCHEMA: S-tensor reserved (route SSM/SWA-tail state through STATE.*)")
-        else:
-            raise wrong("unknown key")
-    if dim == 0:
-        raise wrong("missing dim and no default supplied")
-    if fmt in kv.BLOCK_FORMATS and dim % 32:
-        raise wrong(("mlx4g32" if fmt == "mlx4g32" else "turbo/fp8") + " dim must be multiple of 32")
-    if fmt == kv.HYBRID:
-        if not 0 < rope < dim:
-            raise wrong(f"{fmt} needs rope=N (0 < N < dim)")
-        if (dim - rope) % 32:
-            raise wrong(f"{fmt} body (dim - rope) must be multiple of 32")
+def _create_schema(ctx: Context, sid: bytes, argv: list[bytes], default_dim: int) -> Any:
+    return kv.acknowledged(ctx, ctx.engine.v_create(sid, *schema.create(argv, default_dim)))
 
 
 # --- V.STOREBATCH --------------------------------------------------------------------------------------------------
@@ -137,6 +90,8 @@ def _input_format(options: list[bytes]) -> str:
 def _check_size(engine: Any, place: tuple[bytes, int, int, int], fmt: str, got: int) -> None:
     sid, layer, start, count = place
     dim, width = engine.v_dim(sid, layer), 4 if fmt == "F32" else 2
+    if dim == 0:
+        raise CommandError(f"ERR V.STOREBATCH: layer {layer} is not among those of the schema")
     if got != count * dim * width:
         raise CommandError(
             f"ERR V.STOREBATCH: blob size {got} != expected {count * dim * width} "
@@ -193,8 +148,6 @@ def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:
     sid, layer, start, count = _place(engine, argv)
     dim = engine.v_dim(sid, layer)
     if nbytes not in (2 * count * dim, 4 * count * dim) or start + count > limits.MAX_ROWS:
-        from pion._core.stream import Sink
-
         sink = Sink(None, 0, nbytes)
         sink.discards = True  # which refusal it gets depends on the option that is still to come
         return sink
@@ -237,8 +190,10 @@ def _fetch(engine: Any, argv: list[bytes]) -> Any:
         if len(argv) < 6:
             raise kv.requires("V.FETCH RANGE", "session_id layer_id RANGE start end")
         start, end = _span(argv[4], argv[5], "ERR invalid RANGE: end must exceed start (>=0)")
-        native, raw = _fetch_format(argv[6:])
-        return engine.v_fetch_range(sid, layer, start, end, native=native, raw=raw)
+        native, stored = _fetch_format(argv[6:])
+        if stored:
+            return _as_stored(engine.v_fetch_stored(sid, layer, start, end))
+        return engine.v_fetch_range(sid, layer, start, end, native=native)
     return engine.v_fetch_ids(sid, layer, _token_ids(argv[3:]))
 
 
@@ -250,13 +205,27 @@ def _fetch_batch(engine: Any, sid: bytes, argv: list[bytes]) -> Any:
     if rest and args.upper(rest[0]) != b"FMT":
         layers = args.integer(rest[0])
         rest = rest[1:]
-    native, raw = _fetch_format(rest)
-    stored = engine.v_num_layers(sid)
-    if stored == 0:
+    native, stored = _fetch_format(rest)
+    held = engine.v_num_layers(sid)
+    if held == 0:
         raise CommandError("ERR V.FETCH BATCH: session has no stored layers")
     # A count the session does not have is ignored: published clients then see fewer elements and ask layer by layer.
-    wanted = layers if layers is not None and 0 < layers <= stored else stored
-    return engine.v_fetch_batch(sid, start, end, wanted, native=native, raw=raw)
+    wanted = layers if layers is not None and 0 < layers <= held else held
+    if stored:
+        return [_as_stored(found) for found in engine.v_batch_stored(sid, start, end, wanted)]
+    return engine.v_fetch_batch(sid, start, end, wanted, native=native)
+
+
+def _as_stored(found: Any) -> Extents | None:
+    """The answer to FMT RAW: what the rows are, and their stored bytes."""
+    if found is None:
+        return None
+    if len(found.runs) > MAX_SEGMENTS:
+        raise CommandError(
+            f"ERR V.FETCH: these rows are {len(found.runs)} runs, FMT RAW tells of {MAX_SEGMENTS}: ask for fewer"
+        )
+    segments = [Segment(*run) for run in found.runs]
+    return Extents(found.segments, head=pack(found.dim, found.start, found.rows, found.theta, segments))
 
 
 def _span(first: bytes, last: bytes, wrong: str) -> tuple[int, int]:
@@ -269,7 +238,7 @@ def _span(first: bytes, last: bytes, wrong: str) -> tuple[int, int]:
 
 
 def _fetch_format(options: list[bytes]) -> tuple[bool, bool]:
-    """(native, raw) of a trailing `FMT f`; other trailing words are ignored, as published."""
+    """(native, as stored) of a trailing `FMT f`; other trailing words are ignored, as published."""
     if not options or args.upper(options[0]) != b"FMT":
         return False, False
     word = args.upper(options[1]) if len(options) > 1 else b""
@@ -317,13 +286,20 @@ def _session_lines(session: Any) -> list[str]:
         f"value_dim:{session.dim}",
         f"v_format:{limits.FORMAT_NAMES[session.fmt]}",
         f"num_layers:{session.num_layers}",
-        "schema:uniform",
+        f"schema:{'uniform' if session.uniform else 'heterogeneous'}",
     ]
-    lines += [f"layer_{i}_tokens:{rows}" for i, rows in enumerate(session.rows) if rows]
+    for i, rows in enumerate(session.rows):
+        lines += [f"layer_{i}_tokens:{rows}"] if rows else []
+        lines += [] if session.uniform else _layer_lines(i, *session.layers[i])
     lines.append(f"total_tokens:{sum(session.rows)}")
     # Behind the published lines: what a client needs to make tensors of the rows, as far as REGISTER said it.
     told = {name: getattr(session.declared, name) for name in ("heads", "head_dim", "rope", "digest")}
     return [*lines, *(f"{name}:{value}" for name, value in told.items() if value is not None)]
+
+
+def _layer_lines(i: int, dim: int, fmt: int) -> list[str]:
+    lines = [f"layer_{i}_dim:{dim}", f"layer_{i}_fmt:{layout.format_name(fmt)}"]
+    return [*lines, f"layer_{i}_rope:{fmt >> 8}"] if layout.format_name(fmt) == kv.HYBRID else lines
 
 
 @command(

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from pion.metal_kernels.table import KEY_ROWS, Rows, bits_of
-from pion.ref import turbo
+from pion.ref import quant_keys, turbo
 
 __all__ = ["keys_turbo", "rows_fp8", "rows_int8", "rows_mlx4g32", "rows_turbo"]
 
@@ -154,15 +154,18 @@ def keys_turbo(data: Any, rows: Rows, dtype: Any, turns: Any) -> Any:
     blocks = -(-(rows.skip + rows.count) // KEY_ROWS)
     data = data.reshape(blocks, -1)
     planes = data[:, : 8 * bits * dim].reshape(blocks, 8, bits, dim)
-    if bits == 4:
-        codes = mx.stack([planes & 15, planes >> 4], axis=3).reshape(blocks, KEY_ROWS, dim)
-    else:
-        low = mx.stack([planes[:, :, :2] >> 2 * j & 3 for j in range(4)], axis=3).reshape(blocks, 8, 8, dim)
-        if bits == 3:
-            low = low | mx.stack([planes[:, :, 2] >> j & 1 for j in range(8)], axis=2) << 2
-        codes = low.reshape(blocks, KEY_ROWS, dim)
+    partner = quant_keys.partners(dim, rows.head_dim if rows.turned else dim)
     scale, bias = (_halves(part)[:, None] for part in mx.split(data[:, 8 * bits * dim :][:, : 4 * dim], 2, axis=1))
-    values = bias + scale * codes.astype(mx.float32)
+    words = mx.contiguous(data[:, 8 * bits * dim :][:, : 2 * dim]).view(mx.uint16)
+    wide = (words >> 15).astype(mx.uint8) * mx.array((partner != np.arange(dim)).astype(np.uint8))
+    other = mx.array(partner.astype(np.uint32))
+    last = planes[:, :, -1]
+    beyond = mx.take(last, other, axis=2) * wide[:, None]
+    last = last * (1 - mx.take(wide, other, axis=1))[:, None]
+    codes = mx.zeros((blocks, 8, 8, dim), mx.uint8)
+    for k, plane in enumerate([*(planes[:, :, k] for k in range(bits - 1)), last, beyond]):
+        codes = codes | mx.stack([plane >> row & 1 for row in range(8)], axis=2) << k
+    values = bias + mx.abs(scale) * codes.reshape(blocks, KEY_ROWS, dim).astype(mx.float32)
     values = values.reshape(-1, dim)[rows.skip : rows.skip + rows.count]
     if rows.turned:
         values = values.reshape(rows.count, rows.heads, rows.head_dim)

@@ -15,12 +15,15 @@ from pion.ref import quant
 KTURBO4, KTURBO3, KTURBO2 = 17, 19, 20
 BITS = {KTURBO4: 4, KTURBO3: 3, KTURBO2: 2}
 ROWS = 64
-PASSES = {4: 1, 3: 1, 2: 4}
+MUCH = np.float32(2)  # how much wider than its partner's a spread must be to take a bit from it
+INSET = {4: 0.0, 3: 0.25, 2: 0.5625}  # how far inside minimum and maximum the outer levels lie, in steps
+WIDE = np.uint16(0x8000)  # the flag in the scale of a channel that has a bit more
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
+Places = NDArray[np.intp]
 
 
 def block_bytes(fmt: int, dim: int) -> int:
@@ -119,79 +122,68 @@ def ratio(above: F32, below: F32) -> F32:
     return quotient
 
 
-def assign(y: F32, base: F32, inverse: F32, top: np.float32) -> F32:
-    """The code of each value along one line per channel."""
-    code: F32 = np.rint(np.clip((y - base) * inverse, np.float32(0), top))
-    return code
+def partners(dim: int, head: int) -> Places:
+    """The partner (dim) of each channel, itself where it has none: mirrored in its half of the head."""
+    value, pairs = np.arange(head), head // 2
+    mirror = np.where(value < pairs, pairs - 1 - value, 3 * pairs - 1 - value)
+    mirror = np.where(value < 2 * pairs, mirror, value)
+    places: Places = (np.arange(0, dim, head)[:, None] + mirror).ravel()
+    return places
 
 
-def levels(x: F32, bits: int) -> tuple[U8, U16, U16]:
-    """Codes (64, dim), scales and biases (dim) of a group that is turned back.
+def levels(x: F32, bits: int, partner: Places) -> tuple[U8, U16, U16]:
+    """Codes (64, dim), scales with their flags and biases (dim) of a group that is turned back.
 
-    The outer levels are minimum and maximum. For 2 bits, scale and bias are then fitted to the codes by least squares
-    and the codes chosen anew. The last scale gives the decoded channel its own spread (least squares would shrink it).
+    Equidistant levels from minimum to maximum or a bit inside, then the scale that gives the decoded channel its own
+    spread, and codes chosen against what is stored, so that they make up for the rounding of scale and bias.
     """
     f = np.float32
-    top = f(2**bits - 1)
     low = x.min(axis=0) + f(0)
     y = x - low
-    step, base = (x.max(axis=0) - low) / top, np.zeros_like(low)
-    sum_y, sum_yy = total(y), total(y * y)
-    for last in [False] * (PASSES[bits] - 1) + [True]:
-        inverse = ratio(np.ones_like(step), step)
-        code = assign(y, base, inverse, top)
-        sum_c, sum_cc, sum_yc = total(code), total(code * code), total(y * code)
-        spread = f(64) * sum_cc - sum_c * sum_c
-        if not last:
-            shared = f(64) * sum_yc - sum_y * sum_c
-            fits = (spread > 0) & (shared > 0)
-            fitted = ratio(shared, spread)
-            step = np.where(fits, fitted, step)
-            base = np.where(fits, (sum_y - fitted * sum_c) * f(1 / 64), base)
-    wanted = f(64) * sum_yy - sum_y * sum_y
+    height = x.max(axis=0) - low
+    wide = height > MUCH * height[partner]
+    top = np.ldexp(f(1), bits + wide - wide[partner].astype(np.intc)) - f(1)
+    step = height / (top + f(2) * f(INSET[bits]))
+    base = f(INSET[bits]) * step
+    inverse = ratio(np.ones_like(step), step)
+    code = np.rint(np.clip((y - base) * inverse, f(0), top))
+    sum_y, sum_yy, sum_c, sum_cc = total(y), total(y * y), total(code), total(code * code)
+    spread, wanted = f(64) * sum_cc - sum_c * sum_c, f(64) * sum_yy - sum_y * sum_y
     scale = np.minimum(np.where(wanted > 0, np.sqrt(ratio(np.maximum(wanted, f(0)), spread)), f(0)), f(65504))
     half = scale.astype(np.float16)
     half = np.where((half == 0) & (scale > 0), np.float16(2.0**-24), half)
     kept, mean, middle = half.astype(f), sum_y * f(1 / 64), sum_c * f(1 / 64)
     bias = np.clip((mean - kept * middle) + low, f(-65504), f(65504)).astype(np.float16)
-    # The codes are chosen against what is stored: they make up for the rounding of scale and bias.
     offset = bias.astype(f) - low
     grow = ratio(scale, kept)
     shift = ratio(mean - offset, kept) - grow * (base * inverse + middle)
     codes = np.rint(np.clip(y * (inverse * grow) + shift, f(0), top)).astype(np.uint8)
-    return codes, half.view(np.uint16), bias.view(np.uint16)
+    return codes, half.view(np.uint16) | np.where(wide, WIDE, np.uint16(0)), bias.view(np.uint16)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def pack(codes: U8, bits: int) -> U8:
+def pack(codes: U8, bits: int, partner: Places) -> U8:
     """Codes (64, dim) as planes (8 * bits, dim)."""
     octets = codes.reshape(8, 8, -1)
-    if bits == 4:
-        return (octets[:, 0::2] | octets[:, 1::2] << 4).astype(np.uint8).reshape(32, -1)
-    low = np.zeros((8, 2, codes.shape[1]), np.uint8)
-    for row in range(8):
-        low[:, row // 4] |= (octets[:, row] & 3) << 2 * (row % 4)
-    if bits == 2:
-        return low.reshape(16, -1)
-    high = np.zeros((8, 1, codes.shape[1]), np.uint8)
-    for row in range(8):
-        high[:, 0] |= octets[:, row] >> 2 << row
-    return np.concatenate([low, high], axis=1).reshape(24, -1)
+    planes = np.zeros((8, bits + 1, codes.shape[1]), np.uint8)
+    for plane in range(bits + 1):
+        for row in range(8):
+            planes[:, plane] |= (octets[:, row] >> plane & 1) << row
+    planes[:, bits - 1] |= planes[:, bits, partner]  # where the partner has bits there, the channel has none itself
+    return planes[:, :bits].reshape(8 * bits, -1)
 
 
-def unpack(planes: U8, bits: int) -> U8:
-    """Planes (8 * bits, dim) as codes (64, dim)."""
+def unpack(planes: U8, bits: int, wide: NDArray[np.bool_], partner: Places) -> U8:
+    """Planes (8 * bits, dim) as codes (64, dim); `wide` (dim) says which channels have a bit more."""
     octets = planes.reshape(8, bits, -1)
+    beyond = np.where(wide, octets[:, bits - 1, partner], 0)
+    last = np.where(wide[partner], 0, octets[:, bits - 1])
     codes = np.zeros((8, 8, planes.shape[1]), np.uint8)
-    for row in range(8):
-        if bits == 4:
-            codes[:, row] = octets[:, row // 2] >> 4 * (row % 2) & 15
-        else:
-            codes[:, row] = octets[:, row // 4] >> 2 * (row % 4) & 3
-        if bits == 3:
-            codes[:, row] |= (octets[:, 2] >> row & 1) << 2
+    for plane, words in enumerate([*octets[:, : bits - 1].swapaxes(0, 1), last, beyond]):
+        for row in range(8):
+            codes[:, row] |= (words >> row & 1) << plane
     return codes.reshape(64, -1)
 
 
@@ -201,7 +193,7 @@ def encode_keys(src_code: int, fmt: int, data: bytes, dim: int, first_row: int, 
     `fmt` carries the head size when theta is not 0; `first_row` is the position of the first row.
     """
     values = quant.widen(src_code, data, dim)
-    bits = BITS[fmt & 0xFF]
+    bits, partner = BITS[fmt & 0xFF], partners(dim, fmt >> 8 if theta else dim)
     blocks = []
     for start in range(0, len(values), ROWS):
         with np.errstate(invalid="ignore", over="ignore"):
@@ -212,8 +204,8 @@ def encode_keys(src_code: int, fmt: int, data: bytes, dim: int, first_row: int, 
             if bad.any():
                 # A bad value spoils its pair only, and pairs stay in their row.
                 raise quant.RefusedRowError(start + int(bad.argmax()))
-        codes, scales, biases = levels(x, bits)
-        block = pack(codes, bits).tobytes() + scales.tobytes() + biases.tobytes()
+        codes, scales, biases = levels(x, bits, partner)
+        block = pack(codes, bits, partner).tobytes() + scales.tobytes() + biases.tobytes()
         blocks.append(block.ljust(block_bytes(fmt, dim), b"\0"))
     return b"".join(blocks)
 
@@ -221,11 +213,14 @@ def encode_keys(src_code: int, fmt: int, data: bytes, dim: int, first_row: int, 
 def decode_keys(fmt: int, data: bytes, dim: int, first_row: int, theta: float) -> bytes:
     """Blocks to fp32 rows; fmt, first_row and theta as they were encoded."""
     bits, size = BITS[fmt & 0xFF], block_bytes(fmt, dim)
+    partner = partners(dim, fmt >> 8 if theta else dim)
     groups = []
     for group, start in enumerate(range(0, len(data), size)):
         block = np.frombuffer(data, np.uint8)[start : start + size]
-        codes = unpack(block[: 8 * bits * dim].reshape(-1, dim), bits)
-        scale, bias = quant.half_to(block[8 * bits * dim :][: 4 * dim].copy().view(np.uint16)).reshape(2, dim)
+        words = block[8 * bits * dim :][: 4 * dim].copy().view(np.uint16).reshape(2, dim)
+        wide = (words[0] >= WIDE) & (partner != np.arange(dim))
+        codes = unpack(block[: 8 * bits * dim].reshape(-1, dim), bits, wide, partner)
+        scale, bias = quant.half_to(words[0] & ~WIDE), quant.half_to(words[1])
         with np.errstate(invalid="ignore", over="ignore"):  # stored words may be anything
             x = (bias + scale * codes.astype(np.float32)).astype(np.float32)
             groups.append(turn(x, fmt, first_row + ROWS * group, theta, back=False).tobytes())

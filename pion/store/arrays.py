@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pion.errors import CommandError
+from pion.limits import FORMATS
 
 if TYPE_CHECKING:
     from pion.store.engine import Engine
 
 _SIDES = (b"_pk", b"_pv")
+_FP16 = FORMATS["fp16"]
 
 
 def store(engine: Engine, ns: bytes, layer: int, k: Any, v: Any, start: int) -> None:
@@ -49,10 +51,9 @@ def fetch(engine: Engine, ns: bytes) -> list[tuple[Any, Any]]:
         if len(lengths) != 1:
             raise CommandError(f"ERR the layers of the prefix have different lengths: {sorted(lengths)}")
         rows = lengths.pop()
-        native = about.fmt == 2
         column = []
-        for body in engine.v_fetch_batch(ns + side, 0, rows, native=native):
-            out = np.empty((rows, about.dim), np.float16 if native else np.float32)
+        for (dim, fmt), body in zip(about.layers, engine.v_fetch_batch(ns + side, 0, rows, native=True), strict=True):
+            out = np.empty((rows, dim), np.float16 if fmt == _FP16 else np.float32)
             if body is not None:
                 body.readinto(out.data.cast("B"))
             column.append(out)

@@ -96,6 +96,7 @@ class _Job:
         self.store, self.entry = store, entry
         self.source, self.seen, self.seed = store.ref(entry), entry.size, entry.seed
         self.plan = entry.rows.copy()
+        self.plan.settle()
         self.payloads = [*([entry.blocks] if entry.blocks else []), *entry.states.values()]
         self.fresh = Entry(entry.key, layout.new_generation())
         self.fresh.seed = loader.seed_of(self.fresh.generation)
@@ -112,7 +113,10 @@ class _Job:
         self._copy_head()
         for payload in self.payloads:
             self._copy(payload.record, payload.offset + framing.align_up(payload.nbytes))
-        formats = [(side.fmt, side.dim) if side else (0, 0) for side in self.fresh.sides]
+        formats = [
+            [side.of(layer) for layer in range(self.plan.layers(number))] if side else []
+            for number, side in enumerate(self.fresh.sides)
+        ]
         fd = self.target.fileno()
         self.at = self.plan.merge_into(self.rows, self.source.fileno(), fd, self.at, self.fresh.seed, formats)
         self.base = self.at

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pion.store.layout import PREFIX, Declared
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pion import limits
+from pion.errors import CommandError
+from pion.store.layout import PREFIX, Declared, Side
 from pion.store.prefixes import Prefixes
 from pion.store.sessions import Sessions
 from pion.store.store import Store
@@ -39,19 +45,53 @@ class PrefixMethods:
         """Make room for the K/V of a prefix; calling it again with the same arguments changes nothing.
 
         Args:
+            kv_dim, fmt_code: values per row and format of every layer of both sides.
             blocks: (block size, u64 little-endian hashes in token order).
             prefill_ms: what computing the prefix took; for the receipt, not kept over a restart.
             rows, layers: the shape. With it, `lookup` is true only once all rows are there.
             digest: of token ids and model, hex; compared by `lookup`.
             scope, parent: names searched together; the prefix this one continues.
-            heads, head_dim, rope: what a row is.
+            heads, head_dim, rope: what a row is. turbo encodes heads of `head_dim` values (a row in blocks without it),
+                and takes the rotation of base `rope` out of the keys.
             replace: drop what is stored under another description.
 
         Raises:
             MismatchError: the name is taken by other K/V.
+            CommandError: the format does not take rows of `kv_dim` values.
         """
         declared = Declared(rows, layers, digest and digest.lower(), scope, parent, heads, head_dim, rope)
-        self._prefixes.register(ns, kv_dim, fmt_code, blocks, prefill_ms, declared, replace)
+        both = (Side(kv_dim, fmt_code),) * 2
+        self._prefixes.register(ns, both, blocks, prefill_ms, declared, replace)
+        self._acknowledge()
+
+    def register_schema(
+        self,
+        ns: bytes,
+        k_layers: Sequence[tuple[int, int]],
+        v_layers: Sequence[tuple[int, int]],
+        *,
+        blocks: tuple[int, bytes] | None = None,
+        prefill_ms: int = 0,
+        rows: int | None = None,
+        replace: bool = False,
+        **declared: Any,
+    ) -> None:
+        """`register` with one (dim, format) for each layer of K and of V.
+
+        Args:
+            k_layers, v_layers: as many of each as the model has layers. A format is a code; bf16_rope_fp8_body has the
+                number of its leading bf16 values from bit 8 on.
+            rows: the shape is `rows` of `len(k_layers)` layers.
+            declared: digest, scope, parent, heads, head_dim, rope as in `register`.
+        """
+        if not k_layers or len(k_layers) != len(v_layers):
+            raise CommandError("ERR a schema has as many layers of K as of V, at least one")
+        layers = None if rows is None else len(k_layers)
+        said = Declared(rows, layers, **declared)
+        if said.digest is not None:
+            said = dataclasses.replace(said, digest=said.digest.lower())
+        asked = [Side(0, limits.FORMATS["int8"], tuple(side)) for side in (k_layers, v_layers)]
+        self._prefixes.register(ns, asked, blocks, prefill_ms, said, replace)
         self._acknowledge()
 
     def lookup(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pion._core.stream import Extents
 from pion.store import writes
 from pion.store.ledger import Ledger
+from pion.store.reading import StoredRows
 from pion.store.sessions import SessionInfo, Sessions
 from pion.store.ssm import States
 from pion.store.store import Store
@@ -32,19 +33,26 @@ class SessionMethods:
         """Whether the session is there."""
         return self._sessions.exists(sid)
 
-    def v_create(self, sid: bytes, dim: int, fmt_code: int) -> int:
-        """Make a session unless it is there (its dimension and format are then kept); returns its number."""
-        index = self._sessions.create(sid, dim, fmt_code)
+    def v_create(self, sid: bytes, dim: int, fmt_code: int, layers: tuple[tuple[int, int], ...] = ()) -> int:
+        """Make a session unless it is there (its dimension and format are then kept); returns its number.
+
+        Args:
+            layers: (dim, format) of the first layers, one by one; `dim` and `fmt_code` hold for the others, if `dim`
+                is not 0. A format is a code, with the R of bf16_rope_fp8_body from bit 8 on.
+
+        Raises:
+            MismatchError: the session is there with other layers.
+        """
+        index = self._sessions.create(sid, dim, fmt_code, layers)
         self._acknowledge()
         return index
 
     def v_dim(self, sid: bytes, layer: int = 0) -> int:
-        """Values per row of a layer."""
-        del layer  # one dimension for all layers in this version
-        return self._sessions.dim(sid)
+        """Values per row of a layer; 0 for one beyond a schema without a default."""
+        return self._sessions.dim(sid, layer)
 
     def v_num_layers(self, sid: bytes) -> int:
-        """One more than the highest layer ever stored."""
+        """One more than the highest layer ever stored, or as many as the schema has."""
         return self._sessions.num_layers(sid)
 
     def v_info(self, sid: bytes) -> SessionInfo:
@@ -92,38 +100,47 @@ class SessionMethods:
         """Compare the checksums of a session, once after each start; other calls go on meanwhile."""
         self._sessions.prepare(sid)
 
-    def v_fetch_range(
-        self, sid: bytes, layer: int, start: int, end: int, native: bool = False, raw: bool = False
-    ) -> Extents | None:
+    def v_fetch_range(self, sid: bytes, layer: int, start: int, end: int, native: bool = False) -> Extents | None:
         """Rows [start, end) of a layer, as FP32.
 
         Args:
-            native: an fp16 session answers its words as they are.
-            raw: every session answers its stored bytes as they are.
+            native: a layer of format fp16 answers its words as they are.
 
         Returns:
             None when the layer has none of these rows; rows missing in between are zeros. Of a prefix with a declared
             shape missing rows are an error.
         """
-        return self._served(self._sessions.fetch_range(sid, layer, start, end, native, raw))
+        return self._served(self._sessions.fetch_range(sid, layer, start, end, native))
+
+    def v_fetch_stored(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
+        """The same rows as they are stored, with what they are."""
+        return self._sent(self._sessions.fetch_stored(sid, layer, start, end))
+
+    def v_batch_stored(
+        self, sid: bytes, start: int, end: int, num_layers: int | None = None
+    ) -> list[StoredRows | None]:
+        """Rows [start, end) of the first layers (default: all that are stored) as they are stored."""
+        return [self._sent(found) for found in self._sessions.batch_stored(sid, start, end, num_layers)]
 
     def v_fetch_ids(self, sid: bytes, layer: int, ids: list[int]) -> Extents | None:
         """Single rows, as FP32, in the order asked for."""
         return self._served(self._sessions.fetch_ids(sid, layer, ids))
 
     def v_fetch_batch(
-        self, sid: bytes, start: int, end: int, num_layers: int | None = None, native: bool = False, raw: bool = False
+        self, sid: bytes, start: int, end: int, num_layers: int | None = None, native: bool = False
     ) -> list[Extents | None]:
         """Rows [start, end) of the first layers (default: all that are stored)."""
-        out = self._sessions.fetch_batch(sid, start, end, num_layers, native, raw)
-        for body in out:
-            self._served(body)
-        return out
+        return [self._served(body) for body in self._sessions.fetch_batch(sid, start, end, num_layers, native)]
 
     def _served(self, body: Extents | None) -> Extents | None:
         if body is not None:
             self.ledger.bytes_served += len(body)
         return body
+
+    def _sent(self, found: StoredRows | None) -> StoredRows | None:
+        if found is not None:
+            self.ledger.bytes_served += found.nbytes
+        return found
 
     def v_snapshot(self, sid: bytes) -> int:
         """Remember the lengths of a session's layers; returns a number for `v_restore`."""

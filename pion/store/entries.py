@@ -191,9 +191,17 @@ class Entry:
     def recount(self) -> None:
         """Totals from the rows."""
         assert self.rows is not None
-        key_rows, key_bytes, _ = self.rows.total(layout.KEYS)
-        value_rows, value_bytes, _ = self.rows.total(layout.VALUES)
+        key_rows, key_bytes = self._total(self.rows, layout.KEYS)
+        value_rows, value_bytes = self._total(self.rows, layout.VALUES)
         self.key_rows = key_rows if self.is_prefix else 0
         self.row_count = key_rows + value_rows
         self.nbytes = key_bytes + value_bytes
         self.has_states = bool(self.states)
+
+    def _total(self, rows: Rows, number: int) -> tuple[int, int]:
+        total, nbytes = rows.total(number)
+        side = self.sides[number]
+        if side is not None and side.has_keys:
+            layers = range(rows.layers(number))
+            nbytes = sum(side.stored_bytes(layer, rows.tokens(number, layer)) for layer in layers)
+        return total, nbytes

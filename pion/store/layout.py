@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pion import limits
-from pion._core import framing
+from pion._core import framing, vstore
+from pion._core.vstore import GROUP, is_keys
+from pion.errors import CommandError
 
 ENTRY_TYPE: Final = b"PENT"
 ENTRY_VERSION: Final = 1
@@ -43,9 +45,13 @@ STATES: Final = 2
 PREFIX: Final = b"p"  # domains: the first byte of an entry's key
 RAW: Final = b"r"
 
+_TURBO: Final = tuple(limits.FORMATS[name] for name in ("turbo4", "turbo3", "turbo2"))
+_KEYS: Final = 16  # turbo codes with this bit encode groups of keys
+_HYBRID: Final = limits.FORMATS["bf16_rope_fp8_body"]  # its parameter is the user's choice
+
 # Attributes: type, u16. A reader skips the ones it does not know.
 _NAME, _DOMAIN, _CREATED = 1, 2, 3
-_SIDES, _SHAPE, _DIGEST, _SCOPE, _PARENT, _HEADS, _ROPE = 16, 17, 18, 19, 20, 21, 22
+_SIDES, _SHAPE, _DIGEST, _SCOPE, _PARENT, _HEADS, _ROPE, _PARAMS, _LAYERS = 16, 17, 18, 19, 20, 21, 22, 23, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +99,103 @@ UNDECLARED: Final = Declared()
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of an entry: values per row and format code."""
+    """One side of an entry: what its rows are made of, layer by layer.
+
+    Attributes:
+        dim: values per row; 0 = layers beyond `layers` cannot be stored.
+        fmt: format: the code, and its parameter from bit 8 on.
+        layers: (dim, fmt) of the first layers when they were given one by one; `dim` and `fmt` hold for the others.
+    """
 
     dim: int
     fmt: int
+    layers: tuple[tuple[int, int], ...] = ()
+
+    def of(self, layer: int) -> tuple[int, int]:
+        """(dim, fmt) of a layer."""
+        return self.layers[layer] if 0 <= layer < len(self.layers) else (self.dim, self.fmt)
+
+    def row_bytes(self, layer: int) -> int:
+        """Stored bytes of a row of a layer."""
+        dim, fmt = self.of(layer)
+        return vstore.row_bytes(fmt, dim)
+
+    def stored_bytes(self, layer: int, rows: int) -> int:
+        """What the first `rows` rows of a layer take, when all are there."""
+        dim, fmt = self.of(layer)
+        if not is_keys(fmt):
+            return rows * vstore.row_bytes(fmt, dim)
+        loose = rows % GROUP
+        return (rows - loose) * vstore.row_bytes(fmt, dim) + loose * 2 * dim
 
     @property
-    def row_bytes(self) -> int:
-        """Stored bytes of a row."""
-        return limits.row_bytes(self.fmt, self.dim)
+    def has_keys(self) -> bool:
+        """Some layer is in a key form."""
+        return is_keys(self.fmt) or any(is_keys(fmt) for _, fmt in self.layers)
+
+    def same(self, other: Side) -> bool:
+        """Whether rows of the other side would be stored in the same form. The head size is the entry's own matter."""
+        mine, theirs = ((_form(side.dim, side.fmt), [_form(*layer) for layer in side.layers]) for side in (self, other))
+        return mine == theirs
+
+    @property
+    def every(self) -> list[tuple[int, int]]:
+        """(dim, fmt) of all layers there may be, equal ones once."""
+        return [*self.layers, *([(self.dim, self.fmt)] if self.dim or not self.layers else [])]
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """(dim, fmt) the side as a whole is described by: the first layer's, and the dimension given for all."""
+        dim, fmt = self.of(0)
+        return self.dim or dim, fmt
+
+
+def _form(dim: int, fmt: int) -> tuple[int, int]:
+    return dim, fmt if fmt & 255 == _HYBRID else code_of(fmt)
+
+
+def code_of(fmt: int) -> int:
+    """The format code a user knows, of `pion.limits.FORMATS`."""
+    return fmt & 255 & ~_KEYS
+
+
+def stored_as(key: bytes, number: int, asked: Side, head_dim: int | None) -> Side:
+    """How a side of an entry keeps rows that are asked for in formats of `pion.limits.FORMATS`.
+
+    turbo is told the size of a head where that divides the row; keys of a prefix are kept in groups of rows.
+
+    Raises:
+        CommandError: a format that does not take rows of this many values.
+    """
+
+    def form(dim: int, fmt: int) -> tuple[int, int]:
+        code = fmt & 255
+        if code in _TURBO:
+            fmt = code | (head_dim << 8 if head_dim and dim % head_dim == 0 else 0)
+            if number == KEYS and key[:1] == PREFIX:
+                fmt |= _KEYS
+        return dim, fmt
+
+    side = Side(*form(asked.dim, asked.fmt), tuple(form(*layer) for layer in asked.layers))
+    for dim, fmt in side.every:
+        _check_dim(dim, fmt)
+    return side
+
+
+def _check_dim(dim: int, fmt: int) -> None:
+    try:
+        vstore.row_bytes(fmt, dim)
+    except ValueError:
+        name = format_name(fmt)
+        allowed = "multiples of 32 values" if name == "mlx4g32" else "1 to 8192 values"
+        if fmt & 255 == _HYBRID:
+            allowed = "more values than its parameter, which is at least 1"
+        raise CommandError(f"ERR format {name} takes rows of {allowed}, not {dim}") from None
+
+
+def format_name(fmt: int) -> str:
+    """The name of a stored format."""
+    return limits.FORMAT_NAMES[code_of(fmt)]
 
 
 def entry_key(domain: bytes, name: bytes) -> bytes:
@@ -139,22 +233,34 @@ def header_key(header: framing.FileHeader) -> bytes:
 
 def pack_meta(sides: Sequence[Side | None], declared: Declared) -> bytes:
     """The attributes of a META record (and of an index record)."""
-    packed = b"".join(
-        struct.pack("<BIB", number, side.dim, side.fmt) for number, side in enumerate(sides) if side is not None
-    )
-    return framing.pack_attrs([(_SIDES, packed), *declared.pack()])
+    known = [(number, side) for number, side in enumerate(sides) if side is not None]
+    packed = b"".join(struct.pack("<BIB", number, side.dim, side.fmt & 255) for number, side in known)
+    attrs = [(_SIDES, packed)]
+    params = b"".join(struct.pack("<BH", number, side.fmt >> 8) for number, side in known if side.fmt >> 8)
+    if params:
+        attrs.append((_PARAMS, params))
+    for number, side in known:
+        if side.layers:
+            layers = b"".join(struct.pack("<IBH", dim, fmt & 255, fmt >> 8) for dim, fmt in side.layers)
+            attrs.append((_LAYERS, bytes([number]) + layers))
+    return framing.pack_attrs([*attrs, *declared.pack()])
 
 
 def unpack_meta(attrs: bytes) -> tuple[list[Side | None], Declared]:
-    """The inverse of `pack_meta`. Raises FramingError, struct.error or KeyError for bytes no writer makes."""
-    sides: list[Side | None] = [None, None]
+    """The inverse of `pack_meta`. Raises FramingError or struct.error for bytes no writer makes."""
+    plain: dict[int, tuple[int, int]] = {}
+    params: dict[int, int] = {}
+    layers: dict[int, tuple[tuple[int, int], ...]] = {}
     said: dict[str, Any] = {}
     for kind, value in framing.unpack_attrs(attrs):
         if kind == _SIDES:
-            for number, dim, fmt in struct.iter_unpack("<BIB", value):
-                if number > VALUES or limits.row_bytes(fmt, dim) == 0:
-                    raise framing.FramingError("field")
-                sides[number] = Side(dim, fmt)
+            plain = {number: (dim, code) for number, dim, code in struct.iter_unpack("<BIB", value)}
+        elif kind == _PARAMS:
+            params = dict(struct.iter_unpack("<BH", value))
+        elif kind == _LAYERS and value:
+            layers[value[0]] = tuple(
+                (dim, code | param << 8) for dim, code, param in struct.iter_unpack("<IBH", value[1:])
+            )
         elif kind == _SHAPE:
             said["rows"], said["layers"] = struct.unpack("<II", value)
         elif kind == _DIGEST:
@@ -168,4 +274,18 @@ def unpack_meta(attrs: bytes) -> tuple[list[Side | None], Declared]:
             said["heads"], said["head_dim"] = heads or None, head_dim or None
         elif kind == _ROPE:
             said["rope"] = struct.unpack("<d", value)[0]
+    sides: list[Side | None] = [None, None]
+    for number, (dim, code) in plain.items():
+        if number > VALUES:
+            raise framing.FramingError("field")
+        sides[number] = _checked(Side(dim, code | params.get(number, 0) << 8, layers.get(number, ())))
     return sides, Declared(**said) if said else UNDECLARED
+
+
+def _checked(side: Side) -> Side:
+    for dim, fmt in side.every:
+        try:
+            vstore.row_bytes(fmt, dim)
+        except ValueError as error:
+            raise framing.FramingError("field") from error
+    return side

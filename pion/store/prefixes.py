@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import struct
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from pion import limits
 from pion._core import framing, membership
 from pion._core.keyspace import Keyspace, glob_match
 from pion._core.stream import Extents
@@ -16,6 +16,8 @@ from pion.store.entries import Entry, Payload
 from pion.store.layout import Declared, Side
 from pion.store.ledger import Ledger
 from pion.store.store import Store
+
+Asked = Sequence[Side]
 
 
 def _unsaid(entry: Entry, declared: Declared) -> bool:
@@ -43,31 +45,37 @@ class Prefixes:
     # --- registering ------------------------------------------------------------------------------------------------
 
     def register(
-        self, ns: bytes, kv_dim: int, fmt: int, blocks: tuple[int, bytes] | None, prefill_ms: int, declared: Declared,
+        self, ns: bytes, asked: Asked, blocks: tuple[int, bytes] | None, prefill_ms: int, declared: Declared,
         replacing: bool,
     ) -> None:  # fmt: skip
         """Make a prefix, or confirm one that is there.
+
+        Args:
+            asked: K and V, in formats of `pion.limits.FORMATS`.
 
         Raises:
             MismatchError: what is there is something else and `replacing` is not set.
         """
         if (declared.rows is None) != (declared.layers is None):
             raise CommandError("ERR ROWS and LAYERS are declared together")
+        if declared.layers is not None and any(side.layers and len(side.layers) != declared.layers for side in asked):
+            raise CommandError("ERR LAYERS must be the number of layers of the schema")
         store = self.store
-        about = Side(kv_dim, fmt)
         with store.lock:
             entry = self._find(ns)
-            if entry is None or (replacing and (self._differences(entry, about, declared) or _unsaid(entry, declared))):
-                entry = self._make(ns, about, blocks, declared, entry)
+            if entry is None or (replacing and (self._differences(entry, asked, declared) or _unsaid(entry, declared))):
+                entry = self._make(ns, asked, blocks, declared, entry)
             else:
-                self._confirm(entry, about, blocks, declared)
+                self._confirm(entry, asked, blocks, declared)
             entry.prefill_ms = prefill_ms
             store.touch(entry)
 
     def _make(
-        self, ns: bytes, about: Side, blocks: tuple[int, bytes] | None, declared: Declared, over: Entry | None
+        self, ns: bytes, asked: Asked, blocks: tuple[int, bytes] | None, declared: Declared, over: Entry | None
     ) -> Entry:
-        entry = self.store.create(layout.PREFIX + ns, [about, about], declared, over=over)
+        key = layout.PREFIX + ns
+        sides = _stored(key, asked, declared)
+        entry = self.store.create(key, sides, declared, over=over)
         if blocks is not None:
             try:
                 self._put_blocks(entry, *blocks)
@@ -76,18 +84,20 @@ class Prefixes:
                 raise
         return entry
 
-    def _confirm(self, entry: Entry, about: Side, blocks: tuple[int, bytes] | None, declared: Declared) -> None:
-        different = self._differences(entry, about, declared)
+    def _confirm(self, entry: Entry, asked: Asked, blocks: tuple[int, bytes] | None, declared: Declared) -> None:
+        different = self._differences(entry, asked, declared)
         if different:
             raise MismatchError(f"MISMATCH '{_text(entry.name)}' is stored with another {different}")
         store = self.store
         before = (entry.sides, entry.declared)
-        sides = [side or about for side in entry.sides]
         said = {field.name: getattr(declared, field.name) for field in fields(declared)}
         fresh = replace(entry.declared, **{name: value for name, value in said.items() if value is not None})
-        if (sides, fresh) != before:
+        sides = _stored(entry.key, asked, fresh)
+        if entry.row_count:  # what is stored stays what it is
+            sides = [held or side for held, side in zip(entry.sides, sides, strict=True)]
+        if (sides, fresh) != (list(before[0]), before[1]):
             store.make_slots(sum(side is None for side in entry.sides), entry)
-            store.recounted(entry, lambda: entry.describe(list(sides), fresh))
+            store.recounted(entry, lambda: entry.describe(sides, fresh))
             try:
                 writes.append_meta(store, entry, "KV.PREFIX.REGISTER")
             except CommandError:
@@ -96,25 +106,21 @@ class Prefixes:
         if blocks is not None:
             self._put_blocks(entry, *blocks)
 
-    def _differences(self, entry: Entry, about: Side, declared: Declared) -> str:
+    def _differences(self, entry: Entry, asked: Asked, declared: Declared) -> str:
         """What keeps the call from meaning the stored entry: a list in words, empty when nothing does.
 
         What the call does not say is not compared; what an entry without rows does not say yet is added to it.
         """
-        out = []
-        for side in entry.sides:
-            if side is not None and side != about:
-                if side.dim != about.dim:
-                    out.append(f"kv_dim ({side.dim}, not {about.dim})")
-                if side.fmt != about.fmt:
-                    names = limits.FORMAT_NAMES
-                    out.append(f"format ({names[side.fmt]}, not {names[about.fmt]})")
+        out: list[str] = []
+        for held, side in zip(entry.sides, asked, strict=True):
+            if held is not None and not held.same(side):
+                out += _different(held, side)
                 break
         words = {"rows": "number of rows", "layers": "number of layers", "heads": "number of heads"}
         for name in ("rows", "layers", "digest", "heads", "head_dim", "rope"):
-            asked, held = getattr(declared, name), getattr(entry.declared, name)
-            if asked is not None and asked != held and (held is not None or entry.row_count):
-                out.append(f"{words.get(name, name)} ({'none' if held is None else held}, not {asked})")
+            wanted, has = getattr(declared, name), getattr(entry.declared, name)
+            if wanted is not None and wanted != has and (has is not None or entry.row_count):
+                out.append(f"{words.get(name, name)} ({'none' if has is None else has}, not {wanted})")
         return ", ".join(out)
 
     # --- lookup -----------------------------------------------------------------------------------------------------
@@ -182,10 +188,8 @@ class Prefixes:
             declared = entry.declared
             if entry.mask != 3:
                 return f"incomplete: the {'V' if entry.mask & 1 else 'K'} side was never created"
-            side = entry.sides[0]
-            assert side is not None
             assert entry.rows is not None
-            about = f"{limits.FORMAT_NAMES[side.fmt]}, {side.dim} values per row"
+            about = _described(entry)
             about += f", digest {declared.digest}" if declared.digest else ", no digest"
             if not entry.complete:
                 return f"incomplete: {self._missing(entry)}; {about}"
@@ -274,6 +278,43 @@ class Prefixes:
                 if entry is not None:
                     self.store.touch(entry)
         return membership.probe(table, blob)
+
+
+def _stored(key: bytes, asked: Asked, declared: Declared) -> list[Side | None]:
+    return [layout.stored_as(key, number, side, declared.head_dim) for number, side in enumerate(asked)]
+
+
+def _different(held: Side, asked: Side) -> list[str]:
+    """In words, how two sides differ."""
+    if held.layers or asked.layers:
+        count = max(len(held.layers), len(asked.layers))
+        for layer in range(count):
+            has, wants = held.of(layer), asked.of(layer)
+            if not Side(*has).same(Side(*wants)):
+                return [f"schema (layer {layer} is {_layer(*has)}, not {_layer(*wants)})"]
+        return [f"schema ({len(held.layers)} layers of their own, not {len(asked.layers)})"]
+    out = []
+    if held.dim != asked.dim:
+        out.append(f"kv_dim ({held.dim}, not {asked.dim})")
+    if layout.code_of(held.fmt) != layout.code_of(asked.fmt):
+        out.append(f"format ({layout.format_name(held.fmt)}, not {layout.format_name(asked.fmt)})")
+    return out
+
+
+def _layer(dim: int, fmt: int) -> str:
+    return f"{layout.format_name(fmt)} of {dim}"
+
+
+def _described(entry: Entry) -> str:
+    """Format and dimension of both sides, or the formats of their layers."""
+    texts = []
+    for side in entry.sides:
+        assert side is not None
+        dim, fmt = side.shown
+        names = dict.fromkeys(layout.format_name(fmt) for _, fmt in side.layers or [(dim, fmt)])
+        dims = dict.fromkeys(str(dim) for dim, _ in side.layers or [(dim, fmt)])
+        texts.append(f"{'/'.join(names)}, {'/'.join(dims)} values per row")
+    return texts[0] if texts[0] == texts[1] else f"K {texts[0]}, V {texts[1]}"
 
 
 class Tables:

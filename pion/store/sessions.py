@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pion import limits
-from pion._core.stream import RAW, Extents
-from pion.errors import CommandError
-from pion.store import layout, loader, writes
+from pion._core import vstore
+from pion._core.stream import Extents
+from pion.errors import CommandError, MismatchError
+from pion.store import groups, layout, loader, reading, writes
 from pion.store.entries import Entry, SessionNotFoundError
 from pion.store.layout import UNDECLARED, Declared, Side
+from pion.store.reading import StoredRows
 from pion.store.store import Store
 from pion.store.writes import Write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_FP16: Final = limits.FORMATS["fp16"]
 _FP32: Final = limits.FORMATS["fp32"]
 
 
@@ -31,9 +32,10 @@ class SessionInfo:
 
     Attributes:
         index: its number.
-        dim, fmt: values per row; format code.
+        dim, fmt: values per row; format code. Of the first layer, when layers differ.
         rows: rows reported by each layer, gaps included.
         declared: what REGISTER said of the prefix.
+        layers: (dim, format) of each layer; the code is in the lowest byte of the format, its parameter above.
     """
 
     index: int
@@ -41,11 +43,20 @@ class SessionInfo:
     fmt: int
     rows: list[int]
     declared: Declared
+    layers: list[tuple[int, int]]
 
     @property
     def num_layers(self) -> int:
-        """One more than the highest layer ever stored."""
+        """One more than the highest layer ever stored, or as many as the schema has."""
         return len(self.rows)
+
+    @property
+    def uniform(self) -> bool:
+        """Every layer is of the session's dimension, and every layer with rows of its format."""
+        return all(
+            dim == self.dim and (not rows or layout.code_of(fmt) == self.fmt)
+            for (dim, fmt), rows in zip(self.layers, self.rows, strict=True)
+        )
 
 
 def locate(sid: bytes) -> tuple[bytes, int]:
@@ -83,20 +94,32 @@ class Sessions:
         entry = self.store.entries.get(key)
         return entry is not None and bool(entry.mask & (1 << side))
 
-    def create(self, sid: bytes, dim: int, fmt: int) -> int:
-        """Make a session unless it is there already (dimension and format are then kept); returns its number."""
+    def create(self, sid: bytes, dim: int, fmt: int, layers: tuple[tuple[int, int], ...] = ()) -> int:
+        """Make a session unless it is there already; returns its number.
+
+        Args:
+            dim, fmt: of every layer; an existing session keeps its own.
+            layers: (dim, fmt) of the first layers, where they differ. `dim` may be 0: then there are no others.
+
+        Raises:
+            MismatchError: the session is there with other layers.
+        """
         if not 1 <= len(sid) <= limits.MAX_SID:
             raise CommandError(f"ERR session_id length must be 1..{limits.MAX_SID}")
         key, side = locate(sid)
         store = self.store
         with store.lock:
             entry = store.get(key)
+            about = layout.stored_as(key, side, Side(dim, fmt, layers), entry.declared.head_dim if entry else None)
+            held = entry.sides[side] if entry is not None else None
             if entry is None:
                 sides: list[Side | None] = [None, None]
-                sides[side] = Side(dim, fmt)
+                sides[side] = about
                 entry = store.create(key, sides, UNDECLARED)
-            elif entry.sides[side] is None:
-                self._add_side(entry, side, Side(dim, fmt))
+            elif held is None:
+                self._add_side(entry, side, about)
+            elif layers and not held.same(about):
+                raise MismatchError("MISMATCH the session is there with another schema")
             store.touch(entry)
             return store.slot(entry, side)
 
@@ -123,7 +146,8 @@ class Sessions:
             source = writes.SOURCES[fmt]
             self._check_place(entry, about, layer, start, count, memoryview(blob).nbytes, source)
             store.touch(entry)
-            writes.append_rows(store, entry, side, layer, start, count, source, blob)
+            append = groups.append_rows if vstore.is_keys(about.of(layer)[1]) else writes.append_rows
+            append(store, entry, side, layer, start, count, source, blob)
             if store.fragmented is not None:
                 store.fragmented(entry)
 
@@ -134,11 +158,13 @@ class Sessions:
             raise CommandError("ERR invalid layer_id/start_id/count")
         if layer >= limits.MAX_LAYERS:
             raise CommandError("ERR V.STOREBATCH: layer_id exceeds MAX_VS_LAYERS")
-        width = 4 if source == _FP32 else 2
-        if source >= 0 and nbytes != count * about.dim * width:
+        dim, width = about.of(layer)[0], 4 if source == _FP32 else 2
+        if dim == 0:
+            raise CommandError(f"ERR V.STOREBATCH: layer {layer} is not among the {len(about.layers)} of the schema")
+        if source >= 0 and nbytes != count * dim * width:
             raise CommandError(
-                f"ERR V.STOREBATCH: blob size {nbytes} != expected {count * about.dim * width} "
-                f"(count={count} × per_layer_dim={about.dim} × {width})"
+                f"ERR V.STOREBATCH: blob size {nbytes} != expected {count * dim * width} "
+                f"(count={count} × per_layer_dim={dim} × {width})"
             )
         if start + count > limits.MAX_ROWS:
             raise CommandError("ERR V.STOREBATCH failed")
@@ -158,7 +184,7 @@ class Sessions:
         store = self.store
         with store.lock:
             entry, side, about = self._find(sid)
-            source = -1 if nbytes == 2 * count * about.dim else _FP32
+            source = -1 if nbytes == 2 * count * about.of(layer)[0] else _FP32
             self._check_place(entry, about, layer, start, count, nbytes, source)
             store.touch(entry)
             return writes.open_write(
@@ -169,10 +195,13 @@ class Sessions:
         """The body has arrived and is of this format."""
         about = sink.entry.sides[sink.side]
         width = 4 if fmt == "F32" else 2
-        if about is None or sink.nbytes != sink.count * about.dim * width:
+        if about is None or sink.nbytes != sink.count * about.of(sink.layer)[0] * width:
             writes.abandon(self.store, sink)
             raise CommandError("ERR V.STOREBATCH: blob size does not fit its format")
-        writes.publish(self.store, sink, fmt)
+        if vstore.is_keys(sink.fmt):
+            groups.publish(self.store, sink, fmt)
+        else:
+            writes.publish(self.store, sink, fmt)
         if self.store.fragmented is not None:
             self.store.fragmented(sink.entry)
 
@@ -200,62 +229,47 @@ class Sessions:
         with self.store.lock:
             return self.store.get(key)
 
-    def fetch_range(self, sid: bytes, layer: int, start: int, end: int, native: bool, raw: bool) -> Extents | None:
+    def fetch_range(self, sid: bytes, layer: int, start: int, end: int, native: bool) -> Extents | None:
         """Rows [start, end) of one layer; None when the layer has none of them."""
         store = self.store
         with store.lock:
             entry, side, about = self._find(sid)
             store.touch(entry)
-            return self._fetch(entry, side, about, layer, start, end, native, raw)
+            self.fetches += end - start
+            return reading.rows(store, entry, about, side, layer, start, end, native=native)
 
     def fetch_batch(
-        self, sid: bytes, start: int, end: int, num_layers: int | None, native: bool, raw: bool
+        self, sid: bytes, start: int, end: int, num_layers: int | None, native: bool
     ) -> list[Extents | None]:
-        """The same for the first `num_layers` layers (all that are stored when None)."""
+        """The same of the first layers (default, and when there are fewer: all)."""
         store = self.store
         with store.lock:
             entry, side, about = self._find(sid)
             store.touch(entry)
-            assert entry.rows is not None
-            layers = entry.rows.layers(side)
-            if num_layers is not None and 0 < num_layers <= layers:
-                layers = num_layers
-            return [self._fetch(entry, side, about, layer, start, end, native, raw) for layer in range(layers)]
+            layers = self._layers(entry, side, about, num_layers)
+            self.fetches += (end - start) * layers
+            return [
+                reading.rows(store, entry, about, side, layer, start, end, native=native) for layer in range(layers)
+            ]
 
-    def _fetch(
-        self, entry: Entry, side: int, about: Side, layer: int, start: int, end: int, native: bool, raw: bool
-    ) -> Extents | None:
-        rows = entry.rows
-        assert rows is not None
-        self.fetches += end - start
-        if start >= rows.tokens(side, layer):
-            return None
-        if entry.declared.rows is not None:
-            self._check_declared(entry, side, layer, start, end)
-        loader.check_rows(self.store, entry, side, layer, start, end)
-        segments = rows.segments(self.store.ref(entry), side, layer, start, end, about.row_bytes)
-        if len(segments) > limits.COMPACT_EXTENTS and self.store.fragmented is not None:
-            self.store.fragmented(entry, quiet=True)
-        if raw or about.fmt == _FP32 or (native and about.fmt == _FP16):
-            return Extents(segments)
-        return Extents(segments, about.fmt, about.dim)
+    def fetch_stored(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
+        """Rows [start, end) of one layer as they are stored; None when the layer has none of them."""
+        store = self.store
+        with store.lock:
+            entry, side, about = self._find(sid)
+            store.touch(entry)
+            self.fetches += end - start
+            return reading.stored(store, entry, about, side, layer, start, end)
 
-    def _check_declared(self, entry: Entry, side: int, layer: int, start: int, end: int) -> None:
-        """Of a declared prefix the rows asked for are there or they are an error, never zeros."""
-        rows, declared = entry.rows, entry.declared
-        assert rows is not None
-        assert declared.rows is not None
-        assert declared.layers is not None
-        if end > declared.rows or not 0 <= layer < declared.layers:
-            raise CommandError(
-                f"ERR V.FETCH: layer {layer} rows {start}..{end} are outside the declared "
-                f"{declared.layers} layers of {declared.rows} rows"
-            )
-        if not rows.covers(side, layer, start, end):
-            raise CommandError(
-                f"ERR V.FETCH: layer {layer} does not hold all rows {start}..{end} "
-                f"(it has {rows.live(side, layer)} of the declared {declared.rows})"
-            )
+    def batch_stored(self, sid: bytes, start: int, end: int, num_layers: int | None) -> list[StoredRows | None]:
+        """The same of the first layers (default, and when there are fewer: all)."""
+        store = self.store
+        with store.lock:
+            entry, side, about = self._find(sid)
+            store.touch(entry)
+            layers = self._layers(entry, side, about, num_layers)
+            self.fetches += (end - start) * layers
+            return [reading.stored(store, entry, about, side, layer, start, end) for layer in range(layers)]
 
     def fetch_ids(self, sid: bytes, layer: int, ids: list[int]) -> Extents | None:
         """Rows in the order of `ids`, as FP32; zeros for positions the layer does not have."""
@@ -263,24 +277,8 @@ class Sessions:
         with store.lock:
             entry, side, about = self._find(sid)
             store.touch(entry)
-            rows = entry.rows
-            assert rows is not None
             self.fetches += len(ids)
-            tokens, stride = rows.tokens(side, layer), about.row_bytes
-            if not any(0 <= row < tokens for row in ids):
-                return None
-            if entry.declared.rows is not None:
-                for row in ids:
-                    self._check_declared(entry, side, layer, row, row + 1)
-            ref = store.ref(entry)
-            segments = []
-            for row in ids:
-                if 0 <= row < tokens:
-                    loader.check_rows(store, entry, side, layer, row, row + 1)
-                    segments += rows.segments(ref, side, layer, row, row + 1, stride)
-                else:
-                    segments.append((None, 0, stride))
-            return Extents(segments, RAW if about.fmt == _FP32 else about.fmt, about.dim)
+            return reading.by_ids(store, entry, about, side, layer, ids)
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
@@ -290,20 +288,26 @@ class Sessions:
         with store.lock:
             entry, side, about = self._find(sid)
             assert entry.rows is not None
-            rows = [entry.rows.tokens(side, layer) for layer in range(entry.rows.layers(side))]
-            return SessionInfo(store.slot(entry, side), about.dim, about.fmt, rows, entry.declared)
+            count = self._layers(entry, side, about)
+            rows = [entry.rows.tokens(side, layer) for layer in range(count)]
+            dim, fmt = about.shown
+            layers = [about.of(layer) for layer in range(count)]
+            return SessionInfo(store.slot(entry, side), dim, layout.code_of(fmt), rows, entry.declared, layers)
 
-    def dim(self, sid: bytes) -> int:
-        """Values per row."""
+    def dim(self, sid: bytes, layer: int) -> int:
+        """Values per row of a layer; 0 for one beyond a schema without a default."""
         with self.store.lock:
-            return self._find(sid)[2].dim
+            return self._find(sid)[2].of(layer)[0]
 
     def num_layers(self, sid: bytes) -> int:
-        """One more than the highest layer ever stored."""
+        """One more than the highest layer ever stored, or as many as the schema has."""
         with self.store.lock:
-            entry, side, _ = self._find(sid)
-            assert entry.rows is not None
-            return entry.rows.layers(side)
+            return self._layers(*self._find(sid))
+
+    def _layers(self, entry: Entry, side: int, about: Side, wanted: int | None = None) -> int:
+        assert entry.rows is not None
+        held = max(entry.rows.layers(side), len(about.layers))
+        return wanted if wanted is not None and 0 < wanted <= held else held
 
     # --- rollback ---------------------------------------------------------------------------------------------------
 
@@ -335,6 +339,7 @@ class Sessions:
             for layer in range(rows.layers(side)):
                 length = kept[layer + 1] if layer + 1 < len(kept) else 0
                 if rows.tokens(side, layer) > length:
+                    groups.before_cut(store, entry, side, layer, length)
                     writes.append_payload(store, entry, "V.RESTORE", layout.TRIM, layer=layer, side=side, count=length)
                     rows.trim(side, layer, length)
             store.recounted(entry, entry.recount)

@@ -7,6 +7,7 @@ it, after a crash nobody will. A failed write is cut off, or, when others have w
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ from pion.errors import CommandError, StorageError
 from pion.store import layout
 from pion.store.entries import Entry, Payload, SessionNotFoundError
 from pion.store.loader import meta_record
+from pion.store.reading import theta_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,7 +41,7 @@ def storage_error(command: str, error: OSError) -> StorageError:
 
 def refused(command: str, row: int, fmt: int) -> CommandError:
     """A value the stored format cannot hold."""
-    name = limits.FORMAT_NAMES[fmt]
+    name = layout.format_name(fmt)
     return CommandError(
         f"ERR {command}: row {row} holds a value outside the range of {name} (store it as bf16 or fp32)"
     )
@@ -82,35 +84,39 @@ def append_rows(
     rows, about = entry.rows, entry.sides[side]
     assert rows is not None
     assert about is not None
-    at, stride = entry.size, about.row_bytes
+    dim, fmt = about.of(layer)
+    at, stride = entry.size, vstore.row_bytes(fmt, dim)
     need = stride * count + 128 + (vstore.BIG_ALIGN if stride * count >= vstore.BIG_FROM else 0)
     store.make_room(need, entry)
     if not entry.dirty:
         store.mark_dirty(entry)
     before = rows.tokens(side, layer)
     try:
-        total = rows.append(
-            store.fd(entry), at, entry.seed, side, layer, start, count, about.dim, source, about.fmt, blob
-        )
+        total = rows.append(store.fd(entry), at, entry.seed, side, layer, start, count, dim, source, fmt, blob)
     except vstore.BadRowError as error:
-        raise refused("V.STOREBATCH", error.row, about.fmt) from None
+        raise refused("V.STOREBATCH", error.row, fmt) from None
     except OSError as error:
         undo(store, entry)
         raise storage_error("V.STOREBATCH", error) from error
     resize(store, entry, at + total)
-    _grown(store, entry, side, rows.tokens(side, layer) - before, stride)
+    grown(store, entry, side, layer, before)
     store.wrote(entry, total)
 
 
-def _grown(store: Store, entry: Entry, side: int, rows: int, stride: int) -> None:
-    """A layer reports more rows."""
-    if not rows:
+def grown(store: Store, entry: Entry, side: int, layer: int, before: int) -> None:
+    """A layer that reported `before` rows may report more."""
+    about = entry.sides[side]
+    assert entry.rows is not None
+    assert about is not None
+    now = entry.rows.tokens(side, layer)
+    if now == before:
         return
-    totals = store.totals
+    totals, rows = store.totals, now - before
+    nbytes = about.stored_bytes(layer, now) - about.stored_bytes(layer, before)
     entry.row_count += rows
-    entry.nbytes += rows * stride
+    entry.nbytes += nbytes
     totals.rows += rows
-    totals.nbytes += rows * stride
+    totals.nbytes += nbytes
     if side == layout.KEYS and entry.is_prefix:
         entry.key_rows += rows
         totals.key_rows += rows
@@ -165,6 +171,8 @@ class Write(Sink):
         align: of the payload in the file.
         file: held until the body has ended.
         source: format code of the body; -1 = two-byte values whose format stands behind the body.
+        dim, fmt: values per row and stored format.
+        theta: of the keys' rotary embedding, 0 = none.
         ended: published or abandoned.
     """
 
@@ -181,6 +189,9 @@ class Write(Sink):
     align: int
     file: FdRef
     source: int
+    dim: int
+    fmt: int
+    theta: float
     ended: bool
 
 
@@ -190,16 +201,18 @@ def open_write(
     """Reserve a region for a body of `nbytes` as it arrives. The lock is held.
 
     Rows arrive as FP32 (converted on the way) or as two-byte values, whose format is told only behind the body: they
-    are written as they come and converted by `publish` if need be.
+    are written as they come and converted by `publish` if need be. So are rows of a key form, whatever they are.
     """
     about = entry.sides[side] if kind == layout.STORE else None
     convert, source, payload_len, crc_dim = CONV_RAW, -1, nbytes, 0
+    dim, fmt = about.of(layer) if about is not None else (0, 0)
     if about is not None:
-        payload_len = about.row_bytes * count
-        if nbytes == 4 * about.dim * count:
+        keys = vstore.is_keys(fmt)
+        payload_len = nbytes if keys else vstore.row_bytes(fmt, dim) * count
+        if nbytes == 4 * dim * count:
             source = F32
-            if about.fmt != F32:
-                convert, crc_dim = F32 << 24 | about.fmt, about.dim
+            if fmt != F32 and not keys:
+                convert, crc_dim = F32 << 24 | fmt, dim
     room = framing.align_up(max(payload_len, nbytes if convert == CONV_RAW else 0))
     at = entry.size
     align = vstore.BIG_ALIGN if room >= vstore.BIG_FROM else framing.ALIGN
@@ -224,6 +237,7 @@ def open_write(
     sink.entry, sink.kind, sink.side, sink.layer, sink.start, sink.count = entry, kind, side, layer, start, count
     sink.at, sink.reserved, sink.payload_at, sink.payload_len = at, reserved, at + reserved - room, payload_len
     sink.align, sink.file, sink.source, sink.ended = align, ref, source, False
+    sink.dim, sink.fmt, sink.theta = dim, fmt, theta_of(entry, fmt)
     sink.on_abort = lambda _: abandon(store, sink)
     entry.writers += 1
     return sink
@@ -252,8 +266,9 @@ def _end(sink: Write) -> None:
 
 def heavy(sink: Write, fmt: str) -> bool:
     """Publishing this body means converting it in its file: milliseconds for each MiB, better done in a thread."""
-    about = sink.entry.sides[sink.side] if sink.kind == layout.STORE else None
-    return about is not None and sink.source < 0 and SOURCES[fmt] != about.fmt
+    if sink.kind != layout.STORE:
+        return False
+    return vstore.is_keys(sink.fmt) or (sink.source < 0 and SOURCES[fmt] != sink.fmt)
 
 
 def publish(store: Store, sink: Write, fmt: str = "") -> Payload | None:
@@ -264,10 +279,10 @@ def publish(store: Store, sink: Write, fmt: str = "") -> Payload | None:
     """
     command = "V.STOREBATCH" if sink.kind == layout.STORE else "SSM.PREFIX.STORE"
     try:
-        _check_arrived(sink, command)
-        crc = _convert(sink, fmt, command) if sink.kind == layout.STORE and heavy(sink, fmt) else sink.crc
+        check_arrived(sink, command)
+        crc = _convert(sink, fmt, command) if heavy(sink, fmt) else sink.crc
         with store.lock:
-            return _publish(store, sink, crc, command)
+            return publish_region(store, sink, crc, command)
     except OSError as error:
         abandon(store, sink)
         raise storage_error(command, error) from error
@@ -276,40 +291,52 @@ def publish(store: Store, sink: Write, fmt: str = "") -> Payload | None:
         raise
 
 
-def _check_arrived(sink: Write, command: str) -> None:
+def check_arrived(sink: Write, command: str) -> None:
     if sink.error:
         raise StorageError(f"ERR {command} failed: {os.strerror(sink.error)}")
     if sink.bad_row >= 0:
-        about = sink.entry.sides[sink.side]
-        assert about is not None
-        raise refused(command, sink.bad_row, about.fmt)
+        raise refused(command, sink.bad_row, sink.fmt)
     if not sink.done or sink.ended:
         raise CommandError(f"ERR {command} failed: the body did not arrive")
 
 
 def _convert(sink: Write, fmt: str, command: str) -> int:
     """Turn the two-byte values in the region into the stored format, in place; the CRC of the result."""
-    about = sink.entry.sides[sink.side]
-    assert about is not None
     try:
         return vstore.convert_region(
-            sink.file.fileno(), sink.payload_at, sink.count, about.dim, SOURCES[fmt], about.fmt, sink.entry.seed
+            sink.file.fileno(), sink.payload_at, sink.count, sink.dim, SOURCES[fmt], sink.fmt, sink.entry.seed
         )
     except vstore.BadRowError as error:
-        raise refused(command, error.row, about.fmt) from None
+        raise refused(command, error.row, sink.fmt) from None
 
 
-def _publish(store: Store, sink: Write, crc: int, command: str) -> Payload | None:
+def check_form(sink: Write) -> None:
+    """What the rows are must still be what it was when the body began.
+
+    Raises:
+        CommandError: the prefix was registered with another head size or rope meanwhile.
+    """
+    about = sink.entry.sides[sink.side] if sink.kind == layout.STORE else None
+    if about is not None and (*about.of(sink.layer), theta_of(sink.entry, sink.fmt)) != (
+        sink.dim,
+        sink.fmt,
+        sink.theta,
+    ):
+        raise CommandError("ERR V.STOREBATCH failed: the prefix was described anew while the body arrived")
+
+
+def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload | None:
+    """Turn the region of a body into a record, and take it in. The lock is held."""
     entry = sink.entry
     if entry.gone or entry.rows is None:
         raise SessionNotFoundError("ERR session not found (dropped while the body arrived)")
-    about = entry.sides[sink.side] if sink.kind == layout.STORE else None
-    fmt, dim = (about.fmt, about.dim) if about else (0, 0)
+    check_form(sink)
     fd = sink.file.fileno()
     used = sink.payload_at - sink.at + framing.align_up(sink.payload_len)
     head = framing.pack_header(
         kind=sink.kind, seed=entry.seed, payload_len=sink.payload_len, payload_crc=crc, layer=sink.layer,
-        side=sink.side, start=sink.start, count=sink.count, offset=sink.at, align=sink.align, fmt=fmt, dim=dim,
+        side=sink.side, start=sink.start, count=sink.count, offset=sink.at, align=sink.align, fmt=sink.fmt & 255,
+        dim=sink.dim, aux=(sink.fmt >> 8) << 16,
     )[: framing.HEADER_SIZE]  # fmt: skip
     spare = sink.reserved - used
     if spare and entry.size != sink.at + sink.reserved:
@@ -325,11 +352,23 @@ def _publish(store: Store, sink: Write, crc: int, command: str) -> Payload | Non
         resize(store, entry, sink.at + used)
     _end(sink)
     store.wrote(entry, used)
-    if about is None:
+    if sink.kind != layout.STORE:
         return Payload(sink.at, sink.payload_at, sink.payload_len, True)
     before = entry.rows.tokens(sink.side, sink.layer)
     entry.rows.put(
-        sink.side, sink.layer, sink.start, sink.count, sink.payload_at, sink.at | vstore.CHECKED, about.row_bytes
-    )
-    _grown(store, entry, sink.side, entry.rows.tokens(sink.side, sink.layer) - before, about.row_bytes)
+        sink.side, sink.layer, sink.start, sink.count, sink.payload_at, sink.at | vstore.CHECKED,
+        sink.payload_len // sink.count, sealed=vstore.is_keys(sink.fmt),
+    )  # fmt: skip
+    grown(store, entry, sink.side, sink.layer, before)
     return None
+
+
+def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:
+    """Bytes of a file. Raises OSError when they are not all there."""
+    data = os.pread(fd, nbytes, offset)
+    while len(data) < nbytes:
+        more = os.pread(fd, nbytes - len(data), offset + len(data))
+        if not more:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data += more
+    return data

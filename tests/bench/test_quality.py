@@ -176,6 +176,15 @@ def test_the_whole_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert all(f"| {split} |" in page and f">{split}<" in plot for split in splits)
 
 
+def test_the_page_is_what_its_figures_give() -> None:
+    found = json.loads((quality_report.DOCS / "quality.json").read_text())
+    assert set(found) == set(quality_models.MODELS)
+    for model in found.values():
+        assert list(model["splits"]) == quality.SPLITS
+    assert (quality_report.DOCS / "quality.md").read_text() == quality_report.markdown(found)
+    assert (quality_report.DOCS / "quality.svg").read_text() == quality_report.svg(found)
+
+
 def test_a_free_run_is_the_models_own(tmp_path: Path) -> None:
     """Started behind the first disagreement, several at once: the same tokens as each alone from the beginning."""
     subject = Tiny()

@@ -8,30 +8,41 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pion._core import quant
 from pion.client import caches
 from pion.client.caches import PionMlxCompatError, Restorer, inspect_model, new_cache, pack_rows, prefill
-from pion.limits import FORMATS
+from pion.client.decode import CODES, is_keys
+from pion.limits import BUILT_FORMATS, FORMATS
+from pion.wire import raw
 from tests.support import models
+from tests.support.stored import answer, encoded
 
 models.need_mlx()
 mx = models.mx
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 DTYPES = ("float32", "float16", "bfloat16")
+THETA = 1e4
 
 
-def restored(model: Any, cache: list[Any], count: int, code: int | None = None) -> list[Any]:
-    """The first `count` tokens of a cache through rows and back."""
+def restored(model: Any, cache: list[Any], count: int, fmt: int | None = None, how: str | None = None) -> list[Any]:
+    """The first `count` tokens of a cache through stored rows and back; key forms are followed by fp16 rows."""
     layout = inspect_model(model)
-    wanted = caches.WORDS[layout.dtype]
-    restorer = Restorer(model, layout, count)
+    wanted, dim = CODES[layout.dtype], layout.kv_dim
+    restorer = Restorer(model, layout, count, how)
     for index, layer in enumerate(cache):
         for side, array in enumerate((layer.keys, layer.values)):
-            rows = pack_rows(array, count).tobytes()
-            if code is not None and code != wanted:
-                full = caches.quant.decode(wanted, rows, layout.kv_dim)
-                rows = bytes(full if code == 8 else caches.quant.encode(8, code, full, layout.kv_dim))
-            restorer.place(index, side, wanted if code is None else code, memoryview(rows))
+            words = pack_rows(array, count).tobytes()
+            if fmt is None or fmt == wanted:
+                parts = [(wanted, 0, count, words)]
+            else:
+                rows = np.frombuffer(quant.decode(wanted, words, dim), np.float32).reshape(count, dim)
+                full = count // 64 * 64 if is_keys(fmt) else count
+                parts = [(fmt, 0, full, encoded(fmt, rows[:full], 0, THETA))] if full else []
+                parts += [(FORMATS["fp16"], full, count - full, encoded(FORMATS["fp16"], rows[full:]))][: count - full]
+            data = answer(dim, 0, count, parts, THETA)
+            restorer.place(side, index, raw.parse(data), data)
+            data[:] = b"\xff" * len(data)  # the memory is used for the next layer
     return restorer.finish()
 
 
@@ -99,6 +110,27 @@ def test_lossy_formats_come_back_in_the_model_s_dtype(dtype: str, fmt: str, boun
     assert (mx.abs(a - b).max() / mx.abs(a).max()).item() < bound
 
 
+QUANTIZED = [
+    FORMATS[name] for name in ("int8", "fp8", "mlx4g32", "turbo4", "turbo3", "turbo2") if name in BUILT_FORMATS
+]
+QUANTIZED += [FORMATS["turbo3"] | 32 << 8, 17 | 32 << 8, 19 | 32 << 8, 20 | 32 << 8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", [*QUANTIZED, FORMATS["fp16"], FORMATS["fp32"]])
+@pytest.mark.parametrize("count", [13, 128, 150])
+def test_a_gpu_gets_the_stored_bytes_and_makes_the_same_arrays(dtype: str, fmt: int, count: int) -> None:
+    """By mlx's operations, which any device has; Metal's kernels are tested beside them in tests/metal."""
+    model = models.tiny_llama(dtype, hidden_size=128)  # heads of 32
+    cold = prefill(model, [token % 90 for token in range(count)], None)
+    one, other = (restored(model, cold, count, fmt, how) for how in ("cpu", "ops"))
+    for a, b in zip(one, other, strict=True):
+        assert (a.offset, a.keys.shape, a.keys.dtype) == (b.offset, b.keys.shape, b.keys.dtype)
+        assert mx.array_equal(a.keys, b.keys).item()
+        assert mx.array_equal(a.values, b.values).item()
+    assert models.greedy(model, one, [7], 3) == models.greedy(model, other, [7], 3)
+
+
 def test_every_call_gives_a_cache_of_its_own() -> None:
     model = models.tiny_llama()
     cold = prefill(model, IDS, None)
@@ -129,8 +161,9 @@ def test_appending_does_not_copy(dtype: str) -> None:
     def built(count: int) -> Any:
         rows = np.zeros((count, layout.kv_dim), np.float32 if dtype == "float32" else np.uint16)
         restorer = Restorer(model, layout, count)
+        data = answer(layout.kv_dim, 0, count, [(CODES[dtype], 0, count, rows.tobytes())])
         for side in (0, 1):
-            restorer.place(0, side, caches.WORDS[dtype], memoryview(rows).cast("B"))
+            restorer.place(side, 0, raw.parse(data), data)
         return restorer.finish()[0]
 
     def append(layer: Any) -> float:
@@ -154,11 +187,14 @@ def test_wrong_sizes_and_gaps_never_build_a_cache() -> None:
     model = models.tiny_llama()
     layout = inspect_model(model)
     restorer = Restorer(model, layout, 4)
-    row = bytes(4 * layout.kv_dim)
-    with pytest.raises(ValueError, match="layer 1: 192 bytes are not 4 rows of 16 values"):
-        restorer.place(1, 0, FORMATS["fp32"], memoryview(row * 3))
+
+    def rows(count: int) -> memoryview:
+        return answer(layout.kv_dim, 0, count, [(FORMATS["fp32"], 0, count, bytes(4 * layout.kv_dim * count))])
+
+    with pytest.raises(ValueError, match="layer 1: rows 0 to 3 of 16 values, not 0 to 4 of 16"):
+        restorer.place(0, 1, raw.parse(rows(3)), rows(3))
     for layer, side in ((0, 0), (0, 1), (1, 1)):
-        restorer.place(layer, side, FORMATS["fp32"], memoryview(row * 4))
+        restorer.place(side, layer, raw.parse(rows(4)), rows(4))
     with pytest.raises(ValueError, match="1 of 4 layer-sides are missing"):
         restorer.finish()
 

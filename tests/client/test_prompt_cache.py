@@ -352,9 +352,9 @@ def test_the_published_attributes(cache_of: Callable[..., PionPromptCache]) -> N
     ("options", "text"),
     [
         ({"stage2": True}, "stage2=True is not in this version"),
-        ({"boundary_protect": 2}, "boundary_protect=2 is not in this version"),
         ({"softmax_bitexact": True}, "softmax_bitexact=True is not in this version"),
-        ({"vquant": "turbo4"}, "vquant='turbo4' is not in this version"),
+        ({"vquant": "bf16_rope_fp8_body"}, "vquant='bf16_rope_fp8_body' needs a width"),
+        ({"v_format": "fp17"}, "unknown v_format 'fp17'"),
         ({"vquant": "fp17"}, "unknown vquant 'fp17'"),
         ({"on_mismatch": "ignore"}, "on_mismatch must be"),
         ({"prefill_chunk_size": -1}, "prefill_chunk_size"),

@@ -45,6 +45,41 @@ def same_bits(a: Any, b: Any) -> bool:
     return bool(np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8)))
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_large_bf16_layers_arrive_in_their_place_behind_a_header(client: Client, given: bool) -> None:
+    """Long enough for sendfile: each answer is a header from memory and 1 MiB from the file."""
+    k, v = words(np.uint16, 4, (3, 8, 1024, 64)), words(np.uint16, 5, (3, 8, 1024, 64))
+    client.store("ns", k, v, dtype="bfloat16")
+    out = tuple(np.empty((3, 1024, 8, 64), np.uint16).transpose(0, 2, 1, 3) for _ in range(2)) if given else None
+    got = client.fetch("ns", out=out, dtype="bfloat16")  # type: ignore[arg-type]
+    assert got.dtype == "bfloat16"
+    assert same_bits(got.k, k)
+    assert same_bits(got.v, v)
+    if out is not None:
+        assert got.k is out[0]
+
+
+@pytest.mark.parametrize("vquant", ["int8", "fp8", "mlx4g32", "turbo4", "turbo3", "turbo2"])
+def test_quantized_formats_come_back_close_as_float32(client: Client, vquant: str) -> None:
+    rng = np.random.default_rng(3)
+    k, v = (rng.standard_normal((L, H, 150, D)).astype(np.float16) for _ in range(2))
+    client.store("ns", k, v, vquant=vquant, digest="ab" * 32, rope=1e4)
+    got = client.fetch("ns", digest="ab" * 32)
+    assert got.dtype == "float32"
+    bound = {"int8": 0.01, "fp8": 0.05, "mlx4g32": 0.15, "turbo4": 0.15, "turbo3": 0.25, "turbo2": 0.5}[vquant]
+    for sent, received in ((k, got.k), (v, got.v)):
+        assert received.shape == sent.shape
+        assert np.linalg.norm(received - sent) / np.linalg.norm(sent) < bound
+    out = (np.empty_like(got.k), np.empty_like(got.v))
+    client.fetch("ns", digest="ab" * 32, out=out)
+    assert same_bits(out[0], got.k)
+    assert same_bits(out[1], got.v)
+    with pytest.raises(MismatchError):  # case C11: never a reinterpretation
+        client.store("ns", k, v, vquant="fp16", digest="ab" * 32, rope=1e4)
+    with pytest.raises(MismatchError):
+        client.fetch("ns", out=(np.empty_like(k), np.empty_like(v)))
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "vquant"),
     [

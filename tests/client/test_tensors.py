@@ -15,6 +15,8 @@ from pion.client import tensors
 from pion.client.errors import ConnectionLostError, IncompleteError, PrefixMissError
 from pion.client.sync import Client
 from pion.errors import CommandError, MismatchError
+from pion.limits import FORMATS
+from pion.wire import raw
 
 L, H, N, D = 3, 2, 5, 8
 DTYPES: list[tuple[str, Any]] = [("float16", np.float16), ("float32", np.float32), ("bfloat16", np.uint16)]
@@ -22,8 +24,8 @@ DTYPES: list[tuple[str, Any]] = [("float16", np.float16), ("float32", np.float32
 
 def words(kind: Any, seed: int, shape: tuple[int, ...] = (L, H, N, D)) -> Any:
     """Random bit patterns, NaN and infinities among them."""
-    raw = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(kind).itemsize), np.uint8)
-    return raw.view(kind)[..., 0]
+    noise = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(kind).itemsize), np.uint8)
+    return noise.view(kind)[..., 0]
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -81,8 +83,16 @@ class FaultyStore:
                 return self.answers["hang up"]
             if fault == "lost":
                 continue
-            out.append(self.rows[sid, layer] if fault == "none" else fault)
+            out.append(self.answer(self.rows[sid, layer], rest[-1]) if fault == "none" else fault)
         return out
+
+    def answer(self, rows: bytes, words: bytes) -> bytes:
+        """Rows as the server sends them: FMT RAW says first what they are."""
+        if words != b"RAW":
+            return rows
+        dim, count = int(self.shape["dim"]), int(self.shape["ROWS"])
+        held = raw.Segment(FORMATS[self.shape["fmt"].decode()], 0, count, len(rows))
+        return raw.pack(dim, 0, count, 0.0, [held]) + rows
 
 
 @pytest.fixture

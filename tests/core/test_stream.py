@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pion._core import stream
-from pion._core.stream import RAW, Extents, FdRef, Sink
+from pion._core import quant, quantkeys, stream
+from pion._core.stream import MIXED, RAW, Extents, FdRef, Sink
 
 INT8, FP16, FP32, BF16 = 0, 2, 8, 9
 
@@ -135,6 +135,53 @@ def test_extents_decode_fp16_and_zeros(tmp_path):
     expect = np.concatenate([values[:10], np.zeros((3, dim), np.float16), values[10:]]).astype(np.float32)
     np.testing.assert_array_equal(got, expect)
     assert (body.decode, body.dim, body.segments) == (FP16, dim, 3)
+
+
+def test_extents_with_a_head(tmp_path):
+    content = np.random.default_rng(8).bytes(700_000)
+    ref = FdRef(scratch_file(tmp_path, content))
+    for head in (b"h", bytes(range(64)), b"x" * 100_000):
+        body = Extents([(ref, 5, 600_000), (None, 0, 3), (ref, 0, 10)], head=head)
+        assert body.tobytes() == head + content[5:600_005] + bytes(3) + content[:10]
+        assert len(body) == len(head) + 600_013
+    assert Extents([], head=b"alone").tobytes() == b"alone"
+    with pytest.raises(ValueError, match="no head"):
+        Extents([(None, 0, 8)], FP16, 4, head=b"h")
+
+
+def test_mixed_extents_decode_each_segment_by_its_own_format(tmp_path):
+    """Rows of three formats, whole groups of keys of which some rows are asked for, and zeros."""
+    dim, theta, rows = 64, 1e4, 256
+    kturbo4 = 17 | 32 << 8
+    words = np.random.default_rng(9).standard_normal((rows, dim)).astype(np.float16)
+    blocks = bytes(quantkeys.encode_keys(FP16, kturbo4, words.tobytes(), dim, 64, theta))
+    int8 = bytes(quant.encode(FP16, INT8, words.tobytes(), dim))
+    ref = FdRef(scratch_file(tmp_path, blocks + words.tobytes() + int8))
+    at = len(blocks)
+    body = Extents(
+        [
+            (ref, 0, len(blocks), kturbo4, 10, 200, 64),
+            (None, 0, 3 * dim * 2, FP16, 0, 3, 0),
+            (ref, at, words.nbytes, FP16, 0, rows, 0),
+            (ref, at + words.nbytes, len(int8), INT8, 1, 5, 0),
+            (ref, len(blocks) // 2, len(blocks) // 2, kturbo4, 127, 1, 192),
+        ],
+        MIXED,
+        dim,
+        theta=theta,
+    )
+    keys = np.frombuffer(quantkeys.decode_keys(kturbo4, blocks, dim, 64, theta), np.float32).reshape(rows, dim)
+    rest = np.frombuffer(quant.decode(INT8, int8, dim), np.float32).reshape(rows, dim)
+    want = [keys[10:210], np.zeros((3, dim), np.float32), words.astype(np.float32), rest[1:6], keys[255:]]
+    assert np.array_equal(np.frombuffer(body.tobytes(), np.float32).reshape(-1, dim), np.concatenate(want))
+    for segment in (
+        (None, 0, len(blocks) // 4 - 1, kturbo4, 0, 1, 0),
+        (None, 0, len(blocks) // 8, kturbo4, 0, 1, 0),
+        (None, 0, len(blocks) // 4, kturbo4, 60, 5, 0),
+        (None, 0, 128, 77, 0, 1, 0),
+    ):
+        with pytest.raises(ValueError, match="whole number of rows"):
+            Extents([segment], MIXED, dim)
 
 
 def test_extents_decode_a_row_larger_than_a_piece(tmp_path):

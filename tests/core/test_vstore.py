@@ -156,7 +156,7 @@ def test_merge_makes_one_record_per_run(file: int, tmp_path) -> None:
     other = os.open(tmp_path / "merged", os.O_RDWR | os.O_CREAT)
     try:
         fresh, seed = vstore.Rows(), framing.seed_of(777)
-        at = rows.merge_into(fresh, file, other, 0, seed, [(8, 2), (8, 2)])
+        at = rows.merge_into(fresh, file, other, 0, seed, [[(2, 8)] * 3] * 2)
         assert _read(fresh, other) == _read(rows, file)
         assert at < end
         blob = b"\7" * 8
@@ -189,7 +189,6 @@ def test_convert_region_equals_one_call(file: int, source: int, target: int) -> 
     """In place, shrinking and growing, in more than one piece."""
     import numpy as np
 
-    from pion import limits
     from pion._core import quant
 
     dim, rows = 96, 9000
@@ -198,6 +197,6 @@ def test_convert_region_equals_one_call(file: int, source: int, target: int) -> 
     os.pwrite(file, words.tobytes(), 4096)
     crc = vstore.convert_region(file, 4096, rows, dim, source, target, SEED)
     want = bytes(quant.encode(source, target, words.tobytes(), dim))
-    got = os.pread(file, limits.row_bytes(target, dim) * rows, 4096)
+    got = os.pread(file, quant.row_bytes(target, dim) * rows, 4096)
     assert got == want
     assert crc == framing.crc32c(got, SEED)

@@ -93,6 +93,14 @@ def lines(*names: str) -> bytes:
     return bulk("".join(f"{name}\r\n" for name in names).encode())
 
 
+def praw(dim: int, start: int, rows: int, *runs: tuple[int, int, int, int, int, int], theta: float = 0.0) -> bytes:
+    """The header of an answer to FMT RAW; a run is code, flags, parameter, first row, rows, stored bytes."""
+    length = (32 + 24 * len(runs) + 63) // 64 * 64
+    head = struct.pack("<4sHHIIIId", b"PRAW", 1, length, dim, start, rows, len(runs), theta)
+    head += b"".join(struct.pack("<BBHIIIQ", *run[:5], 0, run[5]) for run in runs)
+    return head + bytes(length - len(head))
+
+
 def u64s(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}Q", *values)
 

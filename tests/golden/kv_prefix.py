@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.golden.kit import INT, NOT_INT, OK, bulk, case, cmd, err, errors, f16, f32, lines, u64s
-from tests.golden.kv_v import BUILT, WANT
+from tests.golden.kv_v import WANT
 
 HIT = b"+HIT\r\n"
 MISS = b"+MISS\r\n"
@@ -66,8 +66,11 @@ CASES = [
         (cmd("KV.PREFIX.REGISTER e1 0 fp16"), "ERR kv_dim out of range"),
         (cmd("KV.PREFIX.REGISTER e1 8193 fp16"), "ERR kv_dim out of range"),
         (cmd("KV.PREFIX.REGISTER e1 4 FP99"), f"ERR KV.PREFIX.REGISTER: unknown vquant 'FP99' {WANT}"),
-        (cmd("KV.PREFIX.REGISTER e1 64 turbo4"), f"ERR KV.PREFIX.REGISTER: VQUANT 'turbo4' {BUILT}"),
-        (cmd("KV.PREFIX.REGISTER e1 64 MLX4G32"), f"ERR KV.PREFIX.REGISTER: VQUANT 'mlx4g32' {BUILT}"),
+        (
+            cmd("KV.PREFIX.REGISTER e1 64 bf16_rope_fp8_body"),
+            f"ERR KV.PREFIX.REGISTER: unknown vquant 'bf16_rope_fp8_body' {WANT}",
+        ),
+        (cmd("KV.PREFIX.REGISTER e1 100 MLX4G32"), "ERR format mlx4g32 takes rows of multiples of 32 values, not 100"),
         (cmd("KV.PREFIX.REGISTER e1 4 fp16 BLOCKS"), "ERR BLOCKS requires: block_size hash_count hash_blob"),
         (cmd("KV.PREFIX.REGISTER e1 4 fp16 BLOCKS 64 1"), "ERR BLOCKS requires: block_size hash_count hash_blob"),
         (cmd("KV.PREFIX.REGISTER e1 4 fp16 BLOCKS 0 1 %", u64s(1)), "ERR BLOCKS block_size out of range (1..8192)"),
@@ -402,6 +405,87 @@ CASES = [
         (cmd("KV.PREFIX.EXPIRE ns 10"), refused("EXPIRE")),
         (cmd("KV.PREFIX.PIN ns"), refused("PIN")),
         (cmd("KV.PREFIX.UNPIN ns"), refused("UNPIN")),
-        (cmd("KV.PREFIX.REGISTER.SCHEMA ns 1 fmt=fp16"), refused("REGISTER.SCHEMA")),
+    ),
+    errors(
+        "register.schema refusals",
+        "design 6",
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 1"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA requires: ns_key N kspec_0 ... kspec_{N-1} vspec_0 ... vspec_{N-1}",
+        ),
+        (cmd("KV.PREFIX.REGISTER.SCHEMA q1 0 dim=4"), "ERR KV.PREFIX.REGISTER.SCHEMA: N must be 1-80"),
+        (cmd("KV.PREFIX.REGISTER.SCHEMA q1 81 dim=4*81 dim=4*81"), "ERR KV.PREFIX.REGISTER.SCHEMA: N must be 1-80"),
+        (cmd("KV.PREFIX.REGISTER.SCHEMA q1 x dim=4 dim=4"), NOT_INT),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 2 dim=4*2 dim=4"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA: not enough layer specs (need 2 for K and 2 for V)",
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 2 dim=4 dim=4*2 dim=4*2"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA: K has 2 layers, its specs are more",
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4*0 dim=4"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA: K has 1 layers, its specs are more",
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 fmt=fp16"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA: V layer 0 missing dim and no default supplied",
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 2 dim=4 fmt=no,dim=4 dim=4*2"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA: K layer 1 unknown fmt",
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 dim=4 LAYERS 2 ROWS 3"),
+            "ERR LAYERS must be the number of layers of the schema",
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 dim=6 HEADS 2 HEAD_DIM 2"),
+            "ERR HEADS * HEAD_DIM must equal kv_dim",
+        ),
+        (cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 dim=4 LAYERS 1"), "ERR ROWS and LAYERS are declared together"),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 dim=4 NOPE"),
+            "ERR KV.PREFIX.REGISTER.SCHEMA unknown option 'NOPE' (BLOCKS, PREFILL_MS, ROWS, LAYERS, DIGEST, SCOPE, "
+            "PARENT, HEADS, HEAD_DIM, ROPE, REPLACE)",
+        ),
+        (cmd("V.INFO q1_pk"), "ERR session not found"),
+    ),
+    case(
+        "register.schema: K and V, layer by layer",
+        "design 6",
+        (
+            cmd(
+                "KV.PREFIX.REGISTER.SCHEMA q2 2 fmt=fp16,dim=2*2 fmt=fp32,dim=2 dim=1,fmt=bf16 "
+                "ROWS 1 LAYERS 2 DIGEST ab"
+            ),
+            OK,
+        ),
+        (cmd("KV.PREFIX.LOOKUP q2"), b"+MISS\r\n"),
+        (cmd("V.STOREBATCH q2_pk 0 0 1 % FMT F16", f16(1.0, 2.0)), OK),
+        (cmd("V.STOREBATCH q2_pk 1 0 1 % FMT F16", f16(3.0, 2.0)), OK),
+        (cmd("V.STOREBATCH q2_pv 0 0 1 %", f32(1.0, 2.0)), OK),
+        (cmd("V.STOREBATCH q2_pv 1 0 1 %", f32(-1.5)), OK),
+        (cmd("KV.PREFIX.LOOKUP q2 DIGEST AB"), b"+HIT\r\n"),
+        (cmd("V.FETCH q2_pk BATCH 0 1 FMT NATIVE"), b"*2\r\n" + bulk(f16(1.0, 2.0)) + bulk(f16(3.0, 2.0))),
+        (cmd("V.FETCH q2_pv BATCH 0 1"), b"*2\r\n" + bulk(f32(1.0, 2.0)) + bulk(f32(-1.5))),
+        # the same again, and a uniform REGISTER that would mean something else
+        (cmd("KV.PREFIX.REGISTER.SCHEMA q2 2 fmt=fp16,dim=2 fmt=fp16,dim=2 fmt=fp32,dim=2 fmt=bf16,dim=1"), OK),
+        (
+            cmd("KV.PREFIX.REGISTER.SCHEMA q2 2 fmt=fp16,dim=2*2 fmt=fp32,dim=2 fmt=fp16,dim=1"),
+            err("MISMATCH 'q2' is stored with another schema (layer 1 is bf16 of 1, not fp16 of 1)"),
+        ),
+        (
+            cmd("KV.PREFIX.REGISTER q2 2 fp16"),
+            err("MISMATCH 'q2' is stored with another schema (2 layers of their own, not 0)"),
+        ),
+        (
+            cmd("KV.PREFIX.WHY q2"),
+            bulk(
+                b"hit: 2 layers of 1 rows, 4 rows, 18 bytes; "
+                b"K fp16, 2 values per row, V fp32/bf16, 2/1 values per row, digest ab"
+            ),
+        ),
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.kit import INT, NIL, NOT_INT, OK, bf16, bulk, case, cmd, err, errors, f16, f32, lines
+from tests.golden.kit import INT, NIL, NOT_INT, OK, bf16, bulk, case, cmd, err, errors, f16, f32, lines, praw
 
 CREATE_ARGS = (
     "ERR V.CREATE requires: session_id value_dim [VQUANT fmt] OR sid [default_dim] SCHEMA N spec_0 ... spec_{N-1}"
@@ -12,7 +12,6 @@ CREATE_ARGS = (
 STORE_ARGS = "ERR V.STOREBATCH requires: session_id layer_id start_id count values_blob"
 STORE_OPTION = "ERR V.STOREBATCH: unknown option (expected FMT F16)"
 WANT = "(want int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32)"
-BUILT = "is not in this version (built: int8 fp16 bf16 fp32 native)"
 
 CASES = [
     # §1.1 -------------------------------------------------------------------------------------------------
@@ -49,14 +48,54 @@ CASES = [
         (cmd("V.INFO c1"), "ERR session not found"),
     ),
     errors(
-        "formats of later versions are refused by name",
+        "rows a format does not take are refused, never stored in another one",
         "design 6",
-        (cmd("V.CREATE c2 64 VQUANT Turbo4"), f"ERR V.CREATE: VQUANT 'turbo4' {BUILT}"),
-        (cmd("V.CREATE c2 64 VQUANT turbo3"), f"ERR V.CREATE: VQUANT 'turbo3' {BUILT}"),
-        (cmd("V.CREATE c2 64 VQUANT turbo2"), f"ERR V.CREATE: VQUANT 'turbo2' {BUILT}"),
-        (cmd("V.CREATE c2 64 VQUANT fp8"), f"ERR V.CREATE: VQUANT 'fp8' {BUILT}"),
-        (cmd("V.CREATE c2 64 VQUANT MLX4G32"), f"ERR V.CREATE: VQUANT 'mlx4g32' {BUILT}"),
+        (cmd("V.CREATE c2 100 VQUANT mlx4g32"), "ERR format mlx4g32 takes rows of multiples of 32 values, not 100"),
         (cmd("V.INFO c2"), "ERR session not found"),
+    ),
+    case(
+        "every published format, of any dimension",
+        "1.1, design 6",
+        *[
+            step
+            for fmt, dim in (("turbo4", 33), ("turbo3", 100), ("turbo2", 1), ("fp8", 33), ("mlx4g32", 64), ("int8", 7))
+            for step in (
+                (cmd(f"V.CREATE c5-{fmt} {dim} VQUANT {fmt.upper()}"), INT),
+                (cmd(f"V.STOREBATCH c5-{fmt} 0 0 2 %", bytes(8 * dim)), OK),
+                # zeros of either sign
+                (
+                    cmd(f"V.FETCH c5-{fmt} 0 RANGE 0 2 FMT NATIVE"),
+                    re.compile(rb"\$%d\r\n(\x00\x00\x00[\x00\x80]){%d}\r\n" % (8 * dim, 2 * dim)),
+                ),
+                (
+                    cmd(f"V.INFO c5-{fmt}"),
+                    re.compile(
+                        rb"\$\d+\r\nsession_idx:\d+\r\nvalue_dim:%d\r\nv_format:%s\r\nnum_layers:1\r\n"
+                        rb"schema:uniform\r\nlayer_0_tokens:2\r\ntotal_tokens:2\r\n\r\n" % (dim, fmt.encode())
+                    ),
+                ),
+            )
+        ],
+    ),
+    case(
+        "bf16_rope_fp8_body by schema: the leading values are bf16, the rest fp8 of groups of 32",
+        "1.2 2.2",
+        (cmd("V.CREATE c6 0 SCHEMA 1 fmt=bf16_rope_fp8_body,dim=33,rope=1"), INT),
+        (cmd("V.STOREBATCH c6 0 0 1 %", f32(1.5) + bytes(128)), OK),
+        (cmd("V.FETCH c6 0 RANGE 0 1"), bulk(f32(1.5) + bytes(128))),
+        (
+            cmd("V.FETCH c6 0 RANGE 0 1 FMT RAW"),
+            re.compile(
+                rb"\$100\r\n%b\xc0\x3f\x00{32}..\r\n" % re.escape(praw(33, 0, 1, (6, 0, 1, 0, 1, 36))), re.DOTALL
+            ),
+        ),
+        (
+            cmd("V.INFO c6"),
+            re.compile(
+                rb"\$\d+\r\nsession_idx:\d+\r\nvalue_dim:33\r\nv_format:bf16_rope_fp8_body\r\nnum_layers:1\r\n"
+                rb"schema:uniform\r\nlayer_0_tokens:1\r\ntotal_tokens:1\r\n\r\n"
+            ),
+        ),
     ),
     case(
         "create skips other tokens and takes permissive integers",
@@ -93,14 +132,6 @@ CASES = [
         (cmd("V.CREATE s1 64 SCHEMA 1 size=4"), "ERR V.CREATE SCHEMA: layer 0 unknown key"),
         (cmd("V.CREATE s1 0 SCHEMA 1 fmt=fp16"), "ERR V.CREATE SCHEMA: layer 0 missing dim and no default supplied"),
         (
-            cmd("V.CREATE s1 SCHEMA 2 fmt=fp16,dim=4 fmt=fp8,dim=33"),
-            "ERR V.CREATE SCHEMA: layer 1 turbo/fp8 dim must be multiple of 32",
-        ),
-        (
-            cmd("V.CREATE s1 SCHEMA 1 FMT=Turbo4,DIM=33"),
-            "ERR V.CREATE SCHEMA: layer 0 turbo/fp8 dim must be multiple of 32",
-        ),
-        (
             cmd("V.CREATE s1 SCHEMA 1 fmt=bf16_rope_fp8_body,dim=64"),
             "ERR V.CREATE SCHEMA: layer 0 bf16_rope_fp8_body needs rope=N (0 < N < dim)",
         ),
@@ -116,9 +147,96 @@ CASES = [
             cmd("V.CREATE s1 64 SCHEMA 1 s=1"),
             "ERR V.CREATE SCHEMA: S-tensor reserved (route SSM/SWA-tail state through STATE.*)",
         ),
-        (cmd("V.CREATE s1 64 SCHEMA 1 fmt=fp16"), "ERR V.CREATE SCHEMA is not in this version"),
-        (cmd("V.CREATE s1 0 SCHEMA 1 fmt=fp16,dim=64"), "ERR V.CREATE SCHEMA is not in this version"),
         (cmd("V.INFO s1"), "ERR session not found"),
+    ),
+    case(
+        "a schema gives each layer its dimension and format",
+        "1.2 1.5",
+        (cmd("V.CREATE hs1 4 SCHEMA 3 FMT=FP16 fmt=fp32,dim=2 dim=8,fmt=bf16,dim=1"), b":0\r\n"),
+        (cmd("V.CREATE hs1 4 SCHEMA 3 fmt=fp16 fmt=fp32,dim=2 fmt=bf16,dim=1"), b":0\r\n"),
+        (cmd("V.CREATE hs1 8"), b":0\r\n"),
+        (
+            cmd("V.INFO hs1"),
+            lines(
+                "session_idx:0",
+                "value_dim:4",
+                "v_format:fp16",
+                "num_layers:3",
+                "schema:heterogeneous",
+                "layer_0_dim:4",
+                "layer_0_fmt:fp16",
+                "layer_1_dim:2",
+                "layer_1_fmt:fp32",
+                "layer_2_dim:1",
+                "layer_2_fmt:bf16",
+                "total_tokens:0",
+            ),
+        ),
+        (cmd("V.FETCH hs1 BATCH 0 1"), (b"*3\r\n" + NIL[0] * 3, b"*3\r\n" + NIL[1] * 3)),
+        (cmd("V.STOREBATCH hs1 0 0 1 % FMT F16", f16(1.0, 2.0, 3.0, 0.5)), OK),
+        (cmd("V.STOREBATCH hs1 1 0 2 %", f32(1.0, 2.0, -1.5, 0.5)), OK),
+        (cmd("V.STOREBATCH hs1 2 0 1 % FMT BF16", bf16(-1.5)), OK),
+        (
+            cmd("V.STOREBATCH hs1 2 1 1 %", f32(1.0, 2.0, 3.0, 0.5)),
+            err("ERR V.STOREBATCH: blob size 16 != expected 4 (count=1 \u00d7 per_layer_dim=1 \u00d7 4)"),
+        ),
+        # layers the schema does not name take its default dimension, and int8
+        (cmd("V.STOREBATCH hs1 3 0 1 %", f32(1.5, 1.5, 1.5, 1.5)), OK),
+        (
+            cmd("V.FETCH hs1 BATCH 0 1 FMT NATIVE"),
+            b"*4\r\n"
+            + bulk(f16(1.0, 2.0, 3.0, 0.5))
+            + bulk(f32(1.0, 2.0))
+            + bulk(f32(-1.5))
+            + bulk(f32(1.5, 1.5, 1.5, 1.5)),
+        ),
+        (cmd("V.FETCH hs1 1 1 0"), bulk(f32(-1.5, 0.5, 1.0, 2.0))),
+        (cmd("V.FETCH hs1 2 RANGE 0 1 FMT RAW"), bulk(praw(1, 0, 1, (9, 0, 0, 0, 1, 2)) + bf16(-1.5))),
+        (
+            cmd("V.INFO hs1"),
+            lines(
+                "session_idx:0",
+                "value_dim:4",
+                "v_format:fp16",
+                "num_layers:4",
+                "schema:heterogeneous",
+                "layer_0_tokens:1",
+                "layer_0_dim:4",
+                "layer_0_fmt:fp16",
+                "layer_1_tokens:2",
+                "layer_1_dim:2",
+                "layer_1_fmt:fp32",
+                "layer_2_tokens:1",
+                "layer_2_dim:1",
+                "layer_2_fmt:bf16",
+                "layer_3_tokens:1",
+                "layer_3_dim:4",
+                "layer_3_fmt:int8",
+                "total_tokens:5",
+            ),
+        ),
+        (cmd("V.CREATE hs1 4 SCHEMA 1 fmt=fp16"), err("MISMATCH the session is there with another schema")),
+        (
+            cmd("V.CREATE hs1 4 SCHEMA 3 fmt=fp16 fmt=bf16,dim=2 fmt=bf16,dim=1"),
+            err("MISMATCH the session is there with another schema"),
+        ),
+        fresh=True,
+    ),
+    case(
+        "a schema of equal layers is uniform; without a default it has no further layers",
+        "1.2 1.5",
+        (cmd("V.CREATE hs2_pv 0 SCHEMA 2 fmt=fp16,dim=2 fmt=fp16,dim=2"), INT),
+        (
+            cmd("V.INFO hs2_pv"),
+            re.compile(
+                rb"\$\d+\r\nsession_idx:\d+\r\nvalue_dim:2\r\nv_format:fp16\r\nnum_layers:2\r\n"
+                rb"schema:uniform\r\ntotal_tokens:0\r\n\r\n"
+            ),
+        ),
+        (
+            cmd("V.STOREBATCH hs2_pv 2 0 1 %", f32(1.0, 2.0)),
+            err("ERR V.STOREBATCH: layer 2 is not among those of the schema"),
+        ),
     ),
     # §1.3 -------------------------------------------------------------------------------------------------
     case(
@@ -169,13 +287,26 @@ CASES = [
         (cmd("V.STOREBATCH b5 0 1 1 %", f32(0.0) + b"\x00\x00\x7f\x41" + f32(1.0, 0.5)), OK),
         (cmd("V.FETCH b5 0 RANGE 0 2"), bulk(f32(1.5, 1.5, 1.5, 1.5, 0.0) + b"\x00\x00\x7f\x41" + f32(1.0, 0.5))),
         (cmd("V.FETCH b5 0 RANGE 0 1 FMT NATIVE"), bulk(f32(1.5, 1.5, 1.5, 1.5))),
-        # FMT RAW: the bytes as stored, whatever the format; int8 is codes, then fp16 scale and minimum of each group
-        (cmd("V.FETCH b3 0 RANGE 0 1 FMT RAW"), b"$8\r\n\x01\x00\x80\x3f\x00\x50\xc3\x47\r\n"),
-        (cmd("V.FETCH b4 0 RANGE 0 2 FMT RAW"), bulk(bf16(1.0, 2.0, -1.5, 0.5) + bytes(8))),
-        (cmd("V.FETCH b5 0 RANGE 1 2 FMT RAW"), b"$8\r\n\x00\xff\x10\x08\x00\x2c\x00\x00\r\n"),
+        # FMT RAW: what the rows are, then their bytes as stored; int8 is codes, then scale and minimum of each group
+        (
+            cmd("V.FETCH b3 0 RANGE 0 1 FMT RAW"),
+            b"$72\r\nPRAW\x01\x00\x40\x00\x02\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"
+            b"\x00\x00\x00\x00\x00\x00\x00\x00"
+            b"\x08\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x08\x00\x00\x00\x00\x00\x00\x00"
+            b"\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x80\x3f\x00\x50\xc3\x47\r\n",
+        ),
+        (
+            cmd("V.FETCH b4 0 RANGE 0 2 FMT RAW"),
+            bulk(praw(4, 0, 2, (9, 0, 0, 0, 1, 8), (9, 1, 0, 1, 1, 0)) + bf16(1.0, 2.0, -1.5, 0.5)),
+        ),
+        (cmd("V.FETCH b4 0 RANGE 1 2 FMT RAW"), NIL),
+        (
+            cmd("V.FETCH b5 0 RANGE 1 2 FMT RAW"),
+            bulk(praw(4, 1, 1, (0, 0, 0, 1, 1, 8)) + b"\x00\xff\x10\x08\x00\x2c\x00\x00"),
+        ),
         (
             cmd("V.FETCH b5 BATCH 1 2 FMT RAW"),
-            b"*1\r\n$8\r\n\x00\xff\x10\x08\x00\x2c\x00\x00\r\n",
+            b"*1\r\n" + bulk(praw(4, 1, 1, (0, 0, 0, 1, 1, 8)) + b"\x00\xff\x10\x08\x00\x2c\x00\x00"),
         ),
         (cmd("V.FETCH b5 0 RANGE 0 1 FMT F16"), err("ERR V.FETCH: unknown FMT (expected NATIVE or RAW)")),
         (cmd("V.FETCH b5 0 1 FMT RAW"), err("ERR FMT RAW requires the RANGE or BATCH form")),

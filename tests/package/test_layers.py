@@ -31,7 +31,11 @@ def test_no_import_points_upward(layers: ModuleType) -> None:
         ("store/x.py", "from pion.net import server", "pion.store.x imports pion.net.server: store may use _core"),
         ("store/x.py", "def f():\n    import pion.commands.table", "imports pion.commands.table: store may use"),
         ("store/deep/x.py", "from ... import wire", "pion.store.deep.x imports pion.wire: store may use"),
-        ("client/x.py", "from pion.store.engine import Engine", "client may use _core, errors, limits, metal_kernels, ref, wire"),
+        (
+            "client/x.py",
+            "from pion.store.engine import Engine",
+            "client may use _core, errors, limits, metal_kernels, ref, wire",
+        ),
         ("errors.py", "from pion import limits", "pion.errors imports pion.limits: errors may use nothing"),
         ("net/x.py", "from pion.cli import main", "imports pion.cli.main, which nothing may import"),
         ("store/x.py", "import trio", "imports trio, which lives in net, serve"),

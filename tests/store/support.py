@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pion._core import stream
+from pion._core import quant, stream
+from pion._core.stream import Extents
 from pion.store.engine import Engine
 
 from .model import BF16, F16, F32, words
@@ -36,3 +37,18 @@ def crash(root: Path | None, to: Path) -> Path:
     stream.drain()  # else files of the trash vanish while they are copied
     shutil.copytree(root, to)
     return to
+
+
+def stored(engine: Engine, sid: bytes, layer: int, start: int, end: int) -> bytes | None:
+    """Rows as they are stored, in one format; zeros of the stored size for those that are not."""
+    found = engine.v_fetch_stored(sid, layer, start, end)
+    if found is None:
+        return None
+    assert len({run.fmt for run in found.runs}) == 1
+    body, stride = Extents(found.segments).tobytes(), quant.row_bytes(found.runs[0].fmt, found.dim)
+    out, at = b"", 0
+    for run in found.runs:
+        out += bytes(run.rows * stride) if run.missing else body[at : at + run.nbytes]
+        at += run.nbytes
+    assert (at, len(out)) == (len(body), (end - start) * stride)
+    return out

@@ -13,6 +13,7 @@ import pytest
 from pion.store.engine import Engine
 
 from .model import F16, words
+from .support import stored
 
 
 def _replay(state: dict[str, dict[object, object]], line: str) -> None:
@@ -41,8 +42,7 @@ def _held(engine: Engine, ns: str) -> dict[object, object] | None:
         out["sides"] = True
         for side in ("_pk", "_pv"):
             for layer, tokens in enumerate(engine.v_info(name + side.encode()).rows):
-                got = engine.v_fetch_range(name + side.encode(), layer, 0, tokens, raw=True) if tokens else None
-                blob = got.tobytes() if got is not None else b""
+                blob = stored(engine, name + side.encode(), layer, 0, tokens) or b"" if tokens else b""
                 for row in range(tokens):
                     piece = blob[row * 128 : (row + 1) * 128]
                     if piece != bytes(128):

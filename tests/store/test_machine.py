@@ -22,7 +22,7 @@ from pion.store.engine import Engine
 
 from . import model
 from .model import BF16, F16, F32
-from .support import crash
+from .support import crash, stored
 
 NAMES = [b"a", b"bb", b"with space \xff"]
 RAW_NAMES = [b"raw", b"_pk", b"x_pkx"]
@@ -283,8 +283,7 @@ class Machine(RuleBasedStateMachine):
                     self.check_declared(sid, side, layer, entry.shape)
                     continue
                 end = side.layers[layer].tokens + 2 if layer in side.layers else 3
-                got = self.engine.v_fetch_range(sid, layer, 0, end, raw=True)
-                assert (got.tobytes() if got is not None else None) == side.fetch(layer, 0, end)
+                assert stored(self.engine, sid, layer, 0, end) == side.fetch(layer, 0, end)
                 wide = self.engine.v_fetch_range(sid, layer, 1, end)
                 want = model.widen(side.fetch(layer, 1, end), side.fmt)
                 assert (wide.tobytes() if wide is not None else None) == want
@@ -292,9 +291,7 @@ class Machine(RuleBasedStateMachine):
     def check_declared(self, sid: bytes, side: model.Side, layer: int, shape: tuple[int, int]) -> None:
         held = side.layers.get(layer, model.Layer()).rows
         if layer < shape[1] and set(held) == set(range(shape[0])):
-            got = self.engine.v_fetch_range(sid, layer, 0, shape[0], raw=True)
-            assert got is not None
-            assert got.tobytes() == side.fetch(layer, 0, shape[0])
+            assert stored(self.engine, sid, layer, 0, shape[0]) == side.fetch(layer, 0, shape[0])
             with pytest.raises(CommandError, match="declared"):
                 self.engine.v_fetch_range(sid, layer, 0, shape[0] + 1)
         elif held:

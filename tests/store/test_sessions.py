@@ -13,7 +13,7 @@ from pion.errors import CommandError
 from pion.store.engine import Engine
 
 from .model import BF16, F16, F32, INT8, words
-from .support import DIM, WORDS, fetched
+from .support import DIM, WORDS, fetched, stored
 
 # --- formats ---------------------------------------------------------------------------------------------------------
 
@@ -38,16 +38,16 @@ def test_every_way_in(engine: Engine, source: int, target: int, streamed: bool) 
             engine.v_store_finish(sink, word)
         else:
             engine.v_store(b"s", 0, start, rows, blob, word)
-    stored = bytes(quant.encode(source, target, blob, dim))
-    assert fetched(engine, b"s", 0, 2 * rows, raw=True) == stored * 2
-    assert fetched(engine, b"s", 0, rows) == bytes(quant.decode(target, stored, dim))
+    kept = bytes(quant.encode(source, target, blob, dim))
+    assert stored(engine, b"s", 0, 0, 2 * rows) == kept * 2
+    assert fetched(engine, b"s", 0, rows) == bytes(quant.decode(target, kept, dim))
     native = fetched(engine, b"s", 0, rows, native=True)
-    assert native == (stored if target == F16 else bytes(quant.decode(target, stored, dim)))
+    assert native == (kept if target == F16 else bytes(quant.decode(target, kept, dim)))
     engine.close()
     root = engine.root
     with Engine(root, ticker=False) as again:
         assert again.v_info(b"s").rows == [2 * rows, rows + 1 if streamed else 0][: 2 if streamed else 1]
-        assert fetched(again, b"s", 0, 2 * rows, raw=True) == stored * 2
+        assert stored(again, b"s", 0, 0, 2 * rows) == kept * 2
         assert again.info()["vstore_quarantined"] == 0
 
 

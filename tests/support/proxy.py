@@ -17,6 +17,7 @@ class Proxy:
         limit, request_limit: bytes of replies, or of requests, after which a connection is cut; None = never.
         piece: bytes taken at a time.
         accepted: connections so far.
+        answered: bytes of replies passed on so far.
         turns: how often a request followed a reply, over all connections: the round trips.
     """
 
@@ -24,7 +25,7 @@ class Proxy:
         self.before: Callable[[bytes], None] | None = None
         self.limit: int | None = None
         self.request_limit: int | None = None
-        self.accepted = self.turns = 0
+        self.accepted = self.turns = self.answered = 0
         self._answered = True
         self.piece = 1 << 16
         self._target = port
@@ -67,6 +68,7 @@ class Proxy:
                 if limit is not None and moved + len(data) > limit:
                     target.sendall(data[: limit - moved])
                     break
+                self.answered += 0 if request else len(data)
                 target.sendall(data)
                 moved += len(data)
         for sock in (source, target):

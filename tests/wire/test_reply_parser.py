@@ -41,6 +41,32 @@ def test_planned_bulks_arrive_in_their_buffers(step: int, nbytes: int) -> None:
     assert parser.idle
 
 
+@pytest.mark.parametrize("step", [1, 7, 64, 100_000])
+@pytest.mark.parametrize("nbytes", [3, 70_000])
+def test_a_bulk_may_be_received_into_several_buffers(step: int, nbytes: int) -> None:
+    """The head of an answer apart from its body, which lands where it belongs."""
+    heads, bodies = [bytearray(64) for _ in range(3)], [bytearray(nbytes) for _ in range(3)]
+    plans = list(zip(heads, bodies, strict=True))
+    sent = [bytes([i]) * 64 + bytes([64 + i]) * nbytes for i in range(3)]
+    data = b"*4\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in sent) + b"$1\r\nx\r\n+OK\r\n"
+    parser = ReplyParser()
+    parser.expect(plans)
+    replies = receive(parser, data, step)
+    assert [item is plan for item, plan in zip(replies[0], plans, strict=False)] == [True] * 3
+    assert [bytes(head + body) for head, body in plans] == sent
+    assert replies[0][3] == b"x"
+    assert replies[1] == "OK"
+    assert parser.idle
+    parser.expect(plans)
+    (again,) = parser.feed(data[: data.index(b"+OK")])
+    assert again[0] is plans[0]
+    parser.expect([(bytearray(64), bytearray(nbytes + 1))])
+    ((other,),) = parser.feed(b"*1\r\n$%d\r\n%b\r\n" % (len(sent[0]), sent[0]))
+    assert other == sent[0]
+    with pytest.raises(LocalProtocolError, match="writable, C-contiguous"):
+        parser.expect([(bytearray(64), b"read-only")])
+
+
 def test_a_large_bulk_is_received_in_place() -> None:
     out = bytearray(200_000)
     parser = ReplyParser()
