@@ -23,7 +23,7 @@
 
 #define Q_INLINE static inline __attribute__((always_inline))
 
-enum { Q_TURBO_MOST = 4096, Q_TURBO_BLOCK = 128, Q_TURBO_ODD = 15, Q_TURBO_PASSES = 2 };
+enum { Q_TURBO_MOST = 4096, Q_TURBO_BLOCK = 128, Q_TURBO_ODD = 15, Q_TURBO_PASSES = 1 };
 #define Q_TURBO_SEED_A 0xf793a9b9u /* of many, those that treat constant rows and ramps best at all usual sizes */
 #define Q_TURBO_SEED_B 0x2b4861ecu
 #define Q_TURBO_TINY 0x21800000u /* 2^-60: a block with no larger magnitude is zero */

@@ -11,7 +11,7 @@ MOST, BLOCK, ODD = 4096, 128, 15
 SEEDS = (0xF793A9B9, 0x2B4861EC)  # of many, those that treat constant rows and ramps best at all usual sizes
 TINY = np.float32(2.0**-60)
 LIMIT = np.float32(65504)
-PASSES = 2
+PASSES = 1
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
