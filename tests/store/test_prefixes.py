@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pion._core import stream
 from pion.errors import CommandError, MismatchError
+from pion.store import startup
 from pion.store.engine import Engine
 
 from .model import F16, F32, words
@@ -274,7 +276,7 @@ def test_h5_dropping_one_model_leaves_the_others(engine: Engine) -> None:
 
 
 def test_what_is_found_after_a_flush_stays_dropped(tmp_path: Path) -> None:
-    """Not by a listing that began before it: of a file the index was never told of, say, by a REGISTER that was killed."""
+    """Not by a listing that began before it: the file of a REGISTER that was killed before the index was told, say."""
     with Engine(tmp_path / "data", ticker=False) as engine:
         fill(engine, b"known")
         fill(engine, b"unknown")
