@@ -166,6 +166,7 @@ class Prefixes:
     def flush(self) -> int:
         """Drop every prefix, and the sessions that belong to none; how many prefixes there were."""
         with self.store.lock:
+            self.store.flushes += 1
             doomed = list(self.store.entries.values())
             for entry in doomed:
                 self.store.drop(entry, "dropped by KV.PREFIX.FLUSH")

@@ -101,6 +101,7 @@ def list_directory(store: Store, files: DiskFiles, found: Found) -> None:
     """Take in entry files the index does not know, report what is none, remove unfinished ones."""
     with store.lock:
         known = {entry.path: entry for entry in store.entries.values()}
+        flushes = store.flushes
     foreign: list[str] = []
     for folder, _, names in os.walk(files.root / "kv" / layout.TENANT):
         base = os.path.relpath(folder, files.root)
@@ -110,7 +111,7 @@ def list_directory(store: Store, files: DiskFiles, found: Found) -> None:
                 _compare_size(store, files, known[path])
             elif name.endswith((layout.SUFFIX + ".new", layout.SUFFIX + ".compact")):
                 _remove_unfinished(files, path)
-            elif not (name.endswith(layout.SUFFIX) and _adopt(store, files, path)):
+            elif not (name.endswith(layout.SUFFIX) and _adopt(store, files, path, flushes)):
                 foreign.append(path)
             else:
                 found.adopted += 1
@@ -143,8 +144,11 @@ def _remove_unfinished(files: DiskFiles, path: str) -> None:
         files.remove(path)
 
 
-def _adopt(store: Store, files: DiskFiles, path: str) -> bool:
-    """Take in one entry file; False when it is none, or another entry's under a wrong name."""
+def _adopt(store: Store, files: DiskFiles, path: str, flushes: int) -> bool:
+    """Take in one entry file; False when it is none, or another entry's under a wrong name.
+
+    One that a FLUSH would have dropped, had it been known by then, is removed instead.
+    """
     with store.lock:
         try:
             fd = files.open(path)
@@ -161,6 +165,9 @@ def _adopt(store: Store, files: DiskFiles, path: str) -> bool:
         if layout.entry_path(key) != path:
             return False
         if key in store.entries:
+            return True
+        if store.flushes != flushes:
+            files.discard(path, header.generation)
             return True
         entry = Entry(key, header.generation)
         entry.size = os.stat(files.root / path).st_size

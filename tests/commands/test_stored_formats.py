@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pion._core import quantkeys
-from pion.client.caches import decoded
+from pion.client.decode import Decoder
 from pion.limits import FORMATS
 from pion.wire import raw
 from pion.wire.resp import ReplyParser, encode_command
@@ -74,8 +74,10 @@ def test_keys_of_a_prefix(talk: Talk, name: str) -> None:
         stored = raw.parse(answer)
         assert (stored.dim, stored.start, stored.rows, stored.theta) == (DIM, start, end - start, THETA)
         assert {segment.fmt for segment in stored.segments} <= {fmt, F16}
-        out = decoded(stored, memoryview(answer), bytearray(4 * DIM * (end - start)))
-        assert np.array_equal(floats(bytes(out)), want[start:end])
+        out = np.full((end - start, DIM), np.nan, np.float32)
+        for first, rows in Decoder(DIM, "float32").pieces(stored, memoryview(answer)):
+            out[first : first + len(rows)] = rows
+        assert np.array_equal(out, want[start:end])
         assert len(answer) < 4 * DIM * (-(-end // 64) * 64 - start // 64 * 64) / 3
     info = talk("V.INFO", "ns_pk")
     assert isinstance(info, bytes)

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pion._core import stream
 from pion.errors import CommandError, MismatchError
+from pion.store import startup
 from pion.store.engine import Engine
 
 from .model import F16, F32, words
@@ -271,3 +273,25 @@ def test_h5_dropping_one_model_leaves_the_others(engine: Engine) -> None:
     for ns, blob in kept.items():
         assert engine.lookup(ns)
         assert fetched(engine, ns + b"_pk", 1, int(ns[2:]) + 1, native=True) == blob
+
+
+def test_what_is_found_after_a_flush_stays_dropped(tmp_path: Path) -> None:
+    """Not by a listing that began before it: the file of a REGISTER that was killed before the index was told, say."""
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        fill(engine, b"known")
+        fill(engine, b"unknown")
+        engine.commit()
+        path = tmp_path / "data" / engine._store.entries[b"punknown"].path
+        kept = path.read_bytes()
+        engine.drop(b"unknown")
+        stream.drain()
+        for thread in engine._threads:
+            thread.join()
+        path.write_bytes(kept)
+        store = engine._store
+        before = store.flushes
+        engine.flush()
+        assert store.flushes == before + 1
+        assert startup._adopt(store, engine._files, str(path.relative_to(tmp_path / "data")), before)  # type: ignore[arg-type]
+        assert store.entries == {}
+        assert not path.exists()
