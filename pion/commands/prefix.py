@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +22,7 @@ MAX_TOKENS: Final = 100_000_000
 LIST_COUNT: Final = 100
 LIST_COUNT_MAX: Final = 10_000
 _CURSOR: Final = re.compile(rb"0|[1-9][0-9]{0,19}")
+_MAX_ROPE: Final = 1e15  # far beyond any model's; its powers stay finite
 _OWN_NAMES: Final = (b"kv", b"blob", b"quarantine")  # of the data directory, beside pion.*
 _NAME_MAX: Final = 250  # a file system's 255, less the suffix of an unfinished copy
 _WORKER: Final = b"0"  # one process, one coherent keyspace: every prefix lives on worker 0
@@ -45,9 +45,9 @@ def _rope(raw: bytes) -> float | None:
     """The base of the rotary embedding the rows were rotated with; None = not rotated."""
     if args.upper(raw) == b"NONE":
         return None
-    text = "ERR ROPE must be a positive number or NONE"
+    text = f"ERR ROPE must be a base from 1 to {_MAX_ROPE:g}, or NONE"
     theta = args.double(raw, text)
-    if not 0 < theta < math.inf:
+    if not 1 <= theta <= _MAX_ROPE:
         raise CommandError(text)
     return theta
 

@@ -259,6 +259,10 @@ class Engine(SessionMethods, PrefixMethods):
         except OSError as error:
             raise StorageError(f"{text} ({error.strerror})") from error
 
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise StorageError("ERR the engine is closed")
+
     def commit(self) -> None:
         """Return when everything acknowledged before is on stable storage.
 
@@ -348,4 +352,5 @@ class Engine(SessionMethods, PrefixMethods):
 
     def compact(self, ns: bytes) -> bool:
         """Rewrite a prefix so that its rows stand together; normally the engine does this by itself."""
+        self._check_open()
         return self._upkeep.compact_now(ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pion.errors import CommandError
 from pion.store import index, layout
@@ -57,6 +57,7 @@ class Entry:
         used: clock of the last use.
         ref: the open file.
         writers: bodies that are streaming in.
+        open: these bodies.
         compacting: a worker is writing the file anew.
         dirty: the index knows that its figures are out of date.
         unsynced: bytes written since the last flush.
@@ -69,8 +70,8 @@ class Entry:
 
     __slots__ = (
         "_meta", "_path", "base", "blocks", "compacting", "declared", "dirty", "generation", "gone", "has_states",
-        "key", "key_rows", "mask", "nbytes", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides", "size",
-        "slots", "snapshots", "states", "synced", "unsynced", "used", "writers",
+        "key", "key_rows", "mask", "nbytes", "open", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides",
+        "size", "slots", "snapshots", "states", "synced", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
@@ -93,6 +94,7 @@ class Entry:
         self.used = 0
         self.ref: FdRef | None = None
         self.writers = 0
+        self.open: tuple[Any, ...] = ()
         self.compacting = False
         self.dirty = True
         self.unsynced = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+from pion import limits
 from pion._core import framing, quant, quantkeys, vstore
 from pion._core.vstore import GROUP
 from pion.errors import CommandError
@@ -96,7 +97,14 @@ def _read_back(place: _Place, start: int, end: int) -> bytearray:
 
 def _sealed(place: _Place, start: int, words: Buffer) -> _Part:
     theta = theta_of(place.entry, place.fmt)
-    payload = quantkeys.encode_keys(_F16, place.fmt, words, place.dim, start, theta)
+    try:
+        payload = quantkeys.encode_keys(_F16, place.fmt, words, place.dim, start, theta)
+    except quantkeys.RefusedKeyError as error:  # a row came through the codec before, to just beyond fp16
+        name = limits.FORMAT_NAMES[layout.code_of(place.fmt)]
+        raise CommandError(
+            f"ERR {_COMMAND}: row {start + error.row} of layer {place.layer} cannot be encoded once more: "
+            f"a value leaves the range of {name}"
+        ) from None
     return _Part(start, memoryview(words).nbytes // (2 * place.dim), True, bytes(payload))
 
 
@@ -170,6 +178,7 @@ def _append(place: _Place, parts: list[_Part]) -> None:
         writes.undo(store, entry)
         raise writes.storage_error(_COMMAND, error) from error
     written = at - entry.size
+    writes.overtake(entry, side, layer, entry.size)
     writes.resize(store, entry, at)
     before = rows.tokens(side, layer)
     for part, record, offset in placed:
@@ -243,13 +252,14 @@ def _publish(store: Store, sink: Write, edges: list[tuple[int, memoryview]], mid
     if entry.gone or entry.rows is None:
         raise SessionNotFoundError("ERR session not found (dropped while the body arrived)")
     store.make_room(sum(len(words) + GROUP * 4 * sink.dim + 128 for _, words in edges), entry)
+    place = _Place(store, entry, sink.side, sink.layer, sink.dim, sink.fmt)
+    writes.check_form(sink)
+    parts = [_parts(place, start, words) for start, words in edges]  # refused before anything is seen
     if middle:
         sink.start, sink.count = middle.start, len(middle)
         sink.payload_len = len(middle) * vstore.row_bytes(sink.fmt, sink.dim)
         writes.publish_region(store, sink, crc, _COMMAND)
     else:
-        writes.check_form(sink)
         writes.abandon(store, sink)
-    place = _Place(store, entry, sink.side, sink.layer, sink.dim, sink.fmt)
-    for start, words in edges:
-        _append(place, _parts(place, start, words))
+    for some in parts:
+        _append(place, some)

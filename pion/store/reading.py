@@ -165,8 +165,10 @@ def by_ids(store: Store, entry: Entry, about: Side, side: int, layer: int, ids: 
         if 0 <= row < tokens:
             loader.check_rows(store, entry, side, layer, row, end)
         if vstore.is_keys(fmt):
-            segments += _key_segments(ref, entry, side, layer, dim, fmt, row, end) if row >= 0 else []
-            segments += [(None, 0, 2 * dim, _FP16, 0, 1, 0)] if row < 0 else []
+            if 0 <= row < tokens:
+                segments += _key_segments(ref, entry, side, layer, dim, fmt, row, end)
+            else:
+                segments.append((None, 0, 2 * dim * (end - row), _FP16, 0, end - row, 0))
         elif 0 <= row < tokens:
             segments += entry.rows.segments(ref, side, layer, row, end, stride)
         else:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pion.store")
 
 RESERVE_MOST: Final = 64 * limits.MIB  # a larger request may search the disk for milliseconds
+COPY_PIECE: Final = 1 * limits.MIB
 RESERVE_FROM: Final = 256 * limits.KIB  # asking for the blocks first makes large writes a third cheaper
 F32, F16, BF16 = limits.FORMATS["fp32"], limits.FORMATS["fp16"], limits.FORMATS["bf16"]
 SOURCES: Final = {"F32": F32, "F16": F16, "BF16": BF16}
@@ -73,6 +74,14 @@ def resize(store: Store, entry: Entry, size: int) -> None:
     store.totals.disk += entry.disk - before
 
 
+def overtake(entry: Entry, side: int, layer: int | None, at: int) -> None:
+    """Something of this layer (None: of any) takes effect at `at`: bodies that are still arriving in front of it come
+    after it in time, and must stand behind it, for a start takes records in the order of the file."""
+    for sink in entry.open:
+        if sink.side == side and layer in (None, sink.layer) and sink.at < at:
+            sink.overtaken = True
+
+
 def append_rows(
     store: Store, entry: Entry, side: int, layer: int, start: int, count: int, source: int, blob: Buffer
 ) -> None:
@@ -98,6 +107,7 @@ def append_rows(
     except OSError as error:
         undo(store, entry)
         raise storage_error("V.STOREBATCH", error) from error
+    overtake(entry, side, layer, at)
     resize(store, entry, at + total)
     grown(store, entry, side, layer, before)
     store.wrote(entry, total)
@@ -140,9 +150,15 @@ def append_payload(
     except OSError as error:
         undo(store, entry)
         raise storage_error(command, error) from error
+    overtake(entry, layout.STATES if kind == layout.STATE_DROP else side, layer if layered(kind, start) else None, at)
     resize(store, entry, at + total)
     store.wrote(entry, total)
     return Payload(at, at + total - framing.align_up(nbytes), nbytes, True, start)
+
+
+def layered(kind: int, start: int) -> bool:
+    """Whether a record is about one layer; a STATE_DROP may be about all."""
+    return kind != layout.STATE_DROP or start == 1
 
 
 def append_meta(store: Store, entry: Entry, command: str) -> None:
@@ -173,6 +189,7 @@ class Write(Sink):
         source: format code of the body; -1 = two-byte values whose format stands behind the body.
         dim, fmt: values per row and stored format.
         theta: of the keys' rotary embedding, 0 = none.
+        overtaken: something of the same layer was stored, behind the region, while the body arrived.
         ended: published or abandoned.
     """
 
@@ -192,6 +209,7 @@ class Write(Sink):
     dim: int
     fmt: int
     theta: float
+    overtaken: bool
     ended: bool
 
 
@@ -239,7 +257,9 @@ def open_write(
     sink.align, sink.file, sink.source, sink.ended = align, ref, source, False
     sink.dim, sink.fmt, sink.theta = dim, fmt, theta_of(entry, fmt)
     sink.on_abort = lambda _: abandon(store, sink)
+    sink.overtaken = False
     entry.writers += 1
+    entry.open += (sink,)
     return sink
 
 
@@ -262,6 +282,7 @@ def _end(sink: Write) -> None:
     sink.ended = True
     sink.on_abort = None
     sink.entry.writers -= 1
+    sink.entry.open = tuple(other for other in sink.entry.open if other is not sink)
 
 
 def heavy(sink: Write, fmt: str) -> bool:
@@ -332,6 +353,8 @@ def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload
         raise SessionNotFoundError("ERR session not found (dropped while the body arrived)")
     check_form(sink)
     fd = sink.file.fileno()
+    if sink.overtaken:
+        _move_behind(store, sink)
     used = sink.payload_at - sink.at + framing.align_up(sink.payload_len)
     head = framing.pack_header(
         kind=sink.kind, seed=entry.seed, payload_len=sink.payload_len, payload_crc=crc, layer=sink.layer,
@@ -351,6 +374,7 @@ def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload
         os.ftruncate(fd, sink.at + used)
         resize(store, entry, sink.at + used)
     _end(sink)
+    overtake(entry, sink.side, sink.layer, sink.at)
     store.wrote(entry, used)
     if sink.kind != layout.STORE:
         return Payload(sink.at, sink.payload_at, sink.payload_len, True)
@@ -361,6 +385,28 @@ def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload
     )  # fmt: skip
     grown(store, entry, sink.side, sink.layer, before)
     return None
+
+
+def _move_behind(store: Store, sink: Write) -> None:
+    """Copy a body that has arrived to the end of the file. The lock is held."""
+    entry, fd = sink.entry, sink.file.fileno()
+    at = entry.size
+    payload_at = framing.align_up(at + framing.HEADER_SIZE, sink.align)
+    total = payload_at - at + framing.align_up(sink.payload_len)
+    store.make_room(total, entry)
+    resize(store, entry, at + total)
+    lost, sink.at, sink.reserved = sink.reserved, at, total
+    done = 0
+    while done < sink.payload_len:
+        piece = read_exactly(fd, min(COPY_PIECE, sink.payload_len - done), sink.payload_at + done)
+        view = memoryview(piece)
+        while view:
+            written = os.pwrite(fd, view, payload_at + done)
+            done, view = done + written, view[written:]
+    os.ftruncate(fd, at + total)
+    sink.payload_at = payload_at
+    if entry.rows is not None:
+        entry.rows.lost(lost)
 
 
 def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:

@@ -122,6 +122,8 @@ def parse(answer: bytes | bytearray | memoryview, body: int | None = None) -> St
         if segment.start > reached or segment.start + segment.rows <= reached:
             raise ValueError("FMT RAW: the segments leave rows out")
         reached = segment.start + segment.rows
+        if segment.start >= start + rows or reached <= start or (segment.missing and segment.nbytes):
+            raise ValueError("FMT RAW: a segment has none of the rows asked for, or bytes for rows that are missing")
     end = segments[-1].offset + segments[-1].nbytes if segments else length
     if reached < start + rows or end != total:
         raise ValueError("FMT RAW: the answer is not what its header says")

@@ -120,9 +120,10 @@ CASES = [
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 SCOPE %", b""), "ERR SCOPE length must be 1..200"),
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 PARENT %", b""), "ERR PARENT length must be 1..200"),
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 PARENT e3"), "ERR PARENT must be another namespace"),
-        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE fast"), "ERR ROPE must be a positive number or NONE"),
-        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE -1"), "ERR ROPE must be a positive number or NONE"),
-        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE inf"), "ERR ROPE must be a positive number or NONE"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE fast"), "ERR ROPE must be a base from 1 to 1e+15, or NONE"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE -1"), "ERR ROPE must be a base from 1 to 1e+15, or NONE"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE 1e300"), "ERR ROPE must be a base from 1 to 1e+15, or NONE"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROPE inf"), "ERR ROPE must be a base from 1 to 1e+15, or NONE"),
     ),
     case(
         "register with every option; a declared shape is a HIT only when complete",

@@ -75,3 +75,17 @@ def test_a_header_has_room_for_so_many_segments() -> None:
     assert len(raw.parse(raw.pack(1, 0, len(segments), 0.0, segments)).segments) == raw.MAX_SEGMENTS
     with pytest.raises(ValueError, match="segments"):
         raw.pack(1, 0, 1, 0.0, [*segments, segments[0]])
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [raw.Segment(2, 0, 10, 20), raw.Segment(2, 10, 5, 10)],
+        [raw.Segment(2, 0, 10, 20), raw.Segment(2, 10, 1, 2, missing=True)],
+    ],
+)
+def test_segments_behind_the_rows_asked_for_are_refused(segments: list[raw.Segment]) -> None:
+    head = raw.pack(1, 0, 10, 0.0, segments)
+    body = b"\0" * sum(0 if segment.missing else segment.nbytes for segment in segments)
+    with pytest.raises(ValueError, match="none of the rows asked for"):
+        raw.parse(head + body)
