@@ -207,7 +207,7 @@ class Restorer:
             raise ValueError(f"layer {layer}: {got}, not 0 to {self._count} of {self._layout.kv_dim}")
         if any(segment.missing for segment in stored.segments):
             raise ValueError(f"layer {layer}: rows are missing")
-        if self._how != "cpu" and all(self._on_gpu(segment) for segment in stored.segments):
+        if self._how != "cpu" and all(self._on_gpu(segment, stored.theta) for segment in stored.segments):
             self._arrays[layer, side] = self._gathered(stored, answer)
         else:
             self._arrays[layer, side] = self._laid_out(stored, answer)
@@ -225,7 +225,9 @@ class Restorer:
 
     # --- on a GPU -------------------------------------------------------------------------------------------------
 
-    def _on_gpu(self, segment: Segment) -> bool:
+    def _on_gpu(self, segment: Segment, theta: float) -> bool:
+        if theta and is_keys(segment.fmt):  # the kernel turns the heads it writes
+            return segment.fmt >> 8 == self._layout.head_dim > 1
         return segment.fmt in CODES.values() or metal_kernels.kernel_of(segment.fmt) is not None
 
     def _gathered(self, stored: Stored, answer: memoryview) -> Any:
@@ -250,7 +252,7 @@ class Restorer:
         start, turns = segment.start + first, None
         if is_keys(segment.fmt):
             data = data[: len(data) // (segment.rows // 64) * -(-last // 64)]
-            if stored.theta and layout.head_dim > 1:
+            if stored.theta:
                 turns = self._angles(start, last - first, stored.theta)
         rows = metal_kernels.Rows(
             segment.fmt,

@@ -202,18 +202,22 @@ def _drop_of(process: Process, layers: int) -> float:
     return _ping_p99_while(process, drop)
 
 
-def _best_drop_of(process: Process, layers: int) -> float:
-    """The best of three: whatever else runs on the machine delays a PING too."""
+def _delay_by_drop_of(process: Process, layers: int) -> float:
+    """How much longer than without a drop a PING takes, at the 99th percentile; the best of three.
+
+    Whatever else runs on the machine delays PINGs too.
+    """
     best = 1.0
     for _ in range(3):
-        best = min(best, _drop_of(process, layers))
+        before = _ping_p99_while(process, lambda: time.sleep(1))
+        best = min(best, _drop_of(process, layers) - before)
         if best < 0.02:
             break
     return best
 
 
 def test_b14_drop_of_half_a_gigabyte(process: Process) -> None:
-    assert _best_drop_of(process, 8) < 0.02
+    assert _delay_by_drop_of(process, 8) < 0.02
     process.restart()
     with Raw(process.port) as conn:
         assert conn.ok("KV.PREFIX.LOOKUP", "huge") == "MISS"
@@ -222,7 +226,7 @@ def test_b14_drop_of_half_a_gigabyte(process: Process) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_b14_drop_of_four_gigabytes(process: Process) -> None:
-    assert _best_drop_of(process, 64) < 0.02
+    assert _delay_by_drop_of(process, 64) < 0.02
 
 
 # --- C9: right or refused ------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_a_real_model_answers_as_it_would_have(
 
 @pytest.mark.parametrize("stored", [{"vquant": "int8"}, {"vquant": "fp16", "v_format": "int8"}])
 @pytest.mark.parametrize("asked", [{"vquant": "fp16"}, {"k_format": "int8"}, {"vquant": "int8", "boundary_protect": 1}])
-def test_c11_another_format_is_never_read_as_the_one_asked_for(
+def test_another_format_is_never_read_as_the_one_asked_for(
     cache_of: Callable[..., PionPromptCache], client: Client, ns: str, stored: dict[str, Any], asked: dict[str, Any]
 ) -> None:
     model = model_of("float32", num_hidden_layers=3)

@@ -104,3 +104,15 @@ def test_c9_quantized_formats_refuse_what_they_cannot_hold(engine: Engine, name:
         with pytest.raises(CommandError, match=f"row 33 holds a value outside the range of {name}"):
             engine.v_store(sid, 0, 0, 50, values.data.cast("B"))
         assert engine.v_fetch_range(sid, 0, 0, 50) is None
+
+
+def test_c10_k_and_v_keep_scales_of_their_own(engine: Engine) -> None:
+    """fp8 keys of half the size and values of twice the size: every row comes back at its own scale."""
+    values = _values(64, 128)
+    engine.register(b"ns", 128, FORMATS["fp8"], rows=64, layers=1)
+    for sid, scale in ((b"ns_pk", 0.5), (b"ns_pv", 2.0)):
+        engine.v_store(sid, 0, 0, 64, (values * np.float32(scale)).data.cast("B"))
+    for sid, scale in ((b"ns_pk", 0.5), (b"ns_pv", 2.0)):
+        got = np.frombuffer(fetched(engine, sid, 0, 64), np.float32).reshape(64, 128) / scale
+        assert np.linalg.norm(got - values) / np.linalg.norm(values) < 0.04
+        assert abs(np.linalg.norm(got) / np.linalg.norm(values) - 1) < 0.01
