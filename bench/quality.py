@@ -34,7 +34,7 @@ from pion.demo.blas import cache_dir
 
 SPLITS = [
     *("fp16/fp16", "bf16/bf16", "int8/int8", "fp8/fp8"),
-    *("int8/turbo4", "fp8/turbo4", "fp16/turbo4", "int8/mlx4g32", "turbo4/turbo4", "mlx4g32/mlx4g32"),
+    *("int8/turbo4", "fp8/turbo4", "fp16/turbo4", "int8/mlx4g32", "turbo4/turbo4", "turbo4/mlx4g32", "mlx4g32/mlx4g32"),
     *("int8/turbo3", "fp16/turbo3", "fp16/turbo3@2", "turbo3/turbo3"),
     *("int8/turbo2", "fp16/turbo2", "fp16/turbo2@2", "turbo2/turbo2"),
 ]
