@@ -293,6 +293,8 @@ class _Target:
         return self.sides[side][layer].reshape(-1).view(np.uint8).data
 
     def _place(self, side: int, layer: int, stored: Stored, answer: memoryview) -> None:
+        if any(segment.missing for segment in stored.segments):
+            raise ValueError("rows are missing")
         rows = self.sides[side][layer].reshape(self.shape.tokens, -1)
         for first, piece in self._decoder.pieces(stored, answer):
             rows[first : first + len(piece)] = piece

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from pion.client.async_ import AsyncClient
-from pion.client.errors import PrefixMissError
+from pion.client.errors import IncompleteError, PrefixMissError
 from pion.client.sync import Client
 from pion.errors import AuthenticationError, CommandError, MismatchError
 from pion.testing import Server
@@ -246,3 +246,27 @@ def test_a_password_is_needed_and_used() -> None:
             client.ping()
         with Client(f"pion://:secret@{guarded.host}:{guarded.port}") as client:
             assert client.ping()
+
+
+def test_rows_that_were_never_stored_are_not_fetched_as_zeros(client: Client) -> None:
+    """A prefix without a declared shape is a hit however many rows it has."""
+    rows = np.ones((10, 64), np.float32).tobytes()
+    client.call("KV.PREFIX.REGISTER", "gap", 64, "int8")
+    for sid in ("gap_pk", "gap_pv"):
+        for start in (0, 20):
+            client.call("V.STOREBATCH", sid, 0, start, 10, rows)
+    assert client.lookup("gap")
+    with pytest.raises(IncompleteError, match="rows are missing"):
+        client.fetch("gap", heads=1)
+
+
+def test_rows_with_a_digest_are_not_overwritten_by_rows_without(client: Client) -> None:
+    x = np.ones((2, 1, 4, 32), np.float16)
+    client.store("mine", x, x, digest="aa" * 32)
+    with pytest.raises(MismatchError, match="is stored with the digest aa"):
+        client.store("mine", 2 * x, 2 * x)
+    assert client.fetch("mine", digest="aa" * 32).k.max() == 1
+    client.store("mine", 2 * x, 2 * x, replace=True)
+    assert client.fetch("mine").k.max() == 2
+    with pytest.raises(MismatchError):
+        client.fetch("mine", digest="aa" * 32)
