@@ -140,10 +140,10 @@ class Upkeep:
                 for i in range(0, len(todo), _FLUSH_AT_ONCE):
                     self._flush_some(todo[i : i + _FLUSH_AT_ONCE], work)
                 with store.lock:
-                    flush = store.index.to_flush() if store.index is not None else None
+                    flush = store.with_descriptor(store.index.to_flush) if store.index is not None else None
                 if flush is not None:
                     flush.run()
-                store.files.sync()
+                self._sync_names()
             else:
                 with store.lock:
                     work = self._take(todo)
@@ -161,6 +161,16 @@ class Upkeep:
                 item.count(store)
         if self.log is not None:
             self.log.fsync()  # it remembers its own failures, and recovers from them by a rewrite
+
+    def _sync_names(self) -> None:
+        try:
+            self.store.files.sync()
+        except OSError as error:
+            if error.errno not in _NOTHING_LOST:
+                raise
+            with self.store.lock:
+                self.store.spare_descriptors()
+            self.store.files.sync()
 
     def _take(self, entries: list[Entry]) -> list[_Flush]:
         """Those that still wait for a flush; later writes to them wait for the next one. The lock is held."""

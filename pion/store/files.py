@@ -211,15 +211,16 @@ class DiskFiles:
     def sync(self) -> None:
         """Make created, renamed and removed names durable."""
         stale, self._stale = self._stale, set()
-        for name in sorted(stale):
-            fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._dir)
-            try:
-                os.fsync(fd)
-            except OSError:
-                self._stale |= stale
-                raise
-            finally:
-                os.close(fd)
+        try:
+            for name in sorted(stale):
+                fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._dir)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        except OSError:
+            self._stale |= stale
+            raise
 
     def close(self) -> None:
         """Release the directory."""

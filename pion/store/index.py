@@ -320,8 +320,16 @@ class Index:
 
     def to_flush(self) -> Flush:
         """What a commit has to make durable; taken with the lock, flushed without it."""
+        copies: list[int] = []
+        try:
+            for _, fd in self._targets():
+                copies.append(os.dup(fd))
+        except OSError:
+            for fd in copies:
+                os.close(fd)
+            raise
         moved, self._moved = self._moved, False
-        return Flush([os.dup(fd) for _, fd in self._targets()], self._root if moved else None)
+        return Flush(copies, self._root if moved else None)
 
     def close(self) -> None:
         """Close the file."""

@@ -143,12 +143,16 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.files.keeps:
                 raise
+        self.spare_descriptors()
+        return make()
+
+    def spare_descriptors(self) -> None:
+        """Close the half of the entry files that were opened longest ago. The lock is held."""
         for _ in range(len(self._open) // 2 + 1):
             if self._open:
                 oldest, _ = self._open.popitem(last=False)
                 oldest.ref = None
         stream.drain(2.0)  # they are closed in the background
-        return make()
 
     def opened(self, entry: Entry) -> None:
         """Count an open file; the ones opened longest ago are closed when there are too many."""

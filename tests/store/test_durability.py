@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pion._core import vstore
+from pion._core import stream, vstore
 from pion.errors import StorageError
 from pion.store import index
 from pion.store.engine import Engine
@@ -253,7 +253,7 @@ def test_a_bloated_index_shrinks(engine: Engine) -> None:
 def few_descriptors() -> Iterator[None]:
     """Room for some hundred files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/dev/fd")) + 128, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/dev/fd")) + 160, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -267,6 +267,7 @@ def test_commit_needs_few_descriptors(tmp_path: Path) -> None:
             fill(engine, b"p%d" % i, layers=1)
         engine.commit()
         assert engine.info()["wal_bytes"] == 0
+    stream.drain()  # its files are closed in the background
     with Engine(tmp_path / "data", ticker=False) as again:
         assert all(again.lookup(b"p%d" % i) for i in range(400))
         assert fetched(again, b"p0_pk", 0, 16, native=True) == blob
