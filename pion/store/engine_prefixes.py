@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pion import limits
 from pion.errors import CommandError
@@ -21,8 +21,9 @@ class PrefixMethods:
     _sessions: Sessions
     _prefixes: Prefixes
 
-    def _acknowledge(self) -> None:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def _acknowledge(self) -> None: ...  # of the engine
 
     def register(
         self,

@@ -26,8 +26,9 @@ class SessionMethods:
     _sessions: Sessions
     _states: States
 
-    def _acknowledge(self) -> None:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def _acknowledge(self) -> None: ...  # of the engine
 
     def v_exists(self, sid: bytes) -> bool:
         """Whether the session is there."""
