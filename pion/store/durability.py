@@ -29,7 +29,7 @@ QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
 _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
 _COPY_PIECE: Final = 1 << 20
 _FLUSH_AT_ONCE: Final = 64  # entries; their files are open meanwhile
-_NOTHING_LOST: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # a flush that fails with these has not begun
+_NOTHING_LOST: Final = (errno.EMFILE, errno.ENFILE)  # only opening fails with these: no flush has begun
 
 
 class Log(Protocol):
