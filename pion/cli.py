@@ -15,12 +15,14 @@ from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
-_COMMANDS = ("server", "demo", "inspect", "check", "top", "bench", "import")
+_COMMANDS = ("server", "demo", "export", "import", "inspect", "check", "top", "bench")
 
 _USAGE = """usage: pion <command> [arguments]
 
   server   the server; the same as pion-server
   demo     cold, warm and after a kill: a real model on a stored prefix
+  export   write a stored prefix to a file: mlx-lm's prompt cache, or the entry as it is
+  import   store the prefix that is in such a file
 
 inspect, check, top and bench come with later versions."""
 
@@ -118,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "demo" and importlib.util.find_spec("pion.demo.runner") is not None:
         demo = importlib.import_module("pion.demo")
         return int(demo.main(rest))
+    if command in ("export", "import"):
+        tools = importlib.import_module("pion.tools.portability")
+        return int((tools.export_main if command == "export" else tools.import_main)(rest))
     if command in _COMMANDS:
         print(f"pion {command} is {NOT_IN_VERSION}", file=sys.stderr)
     else:

@@ -31,7 +31,7 @@ USES: dict[str, tuple[str, ...]] = {
     "serve": ("client",),
 }
 # These stand above all others: they may use everything, and no layer may use them.
-TOP = ("cli", "demo", "testing", "__main__")
+TOP = ("cli", "demo", "testing", "tools", "__main__")
 
 # External packages that belong to some layers only. "inside" = in function bodies, anywhere.
 TRIO = ("net", "serve", "client.async_", "client.async_pool", "testing", "cli")

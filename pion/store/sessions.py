@@ -36,6 +36,7 @@ class SessionInfo:
         rows: rows reported by each layer, gaps included.
         declared: what REGISTER said of the prefix.
         layers: (dim, format) of each layer; the code is in the lowest byte of the format, its parameter above.
+        states: layers of recurrent state that the entry holds besides.
     """
 
     index: int
@@ -44,6 +45,7 @@ class SessionInfo:
     rows: list[int]
     declared: Declared
     layers: list[tuple[int, int]]
+    states: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -292,7 +294,8 @@ class Sessions:
             rows = [entry.rows.tokens(side, layer) for layer in range(count)]
             dim, fmt = about.shown
             layers = [about.of(layer) for layer in range(count)]
-            return SessionInfo(store.slot(entry, side), dim, layout.code_of(fmt), rows, entry.declared, layers)
+            code = layout.code_of(fmt)
+            return SessionInfo(store.slot(entry, side), dim, code, rows, entry.declared, layers, len(entry.states))
 
     def dim(self, sid: bytes, layer: int) -> int:
         """Values per row of a layer; 0 for one beyond a schema without a default."""

@@ -1,0 +1,1 @@
+"""The commands of `pion` that work on stored data: a directory, a file, or what a server holds."""
