@@ -37,8 +37,7 @@ class Place(Protocol):
         ...
 
     def store(self, ns: bytes, arrays: Arrays, formats: tuple[str, str], said: dict[str, Any]) -> None:
-        """Register a prefix and store its rows, K and V in these formats; see `pion.Client.store` for `said` and what is
-        raised."""
+        """Register a prefix and store its rows, K and V in these formats; see `pion.Client.store`."""
         ...
 
     def commit(self) -> None:

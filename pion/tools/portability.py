@@ -70,7 +70,7 @@ def import_main(argv: Sequence[str]) -> int:
     parser.add_argument("--replace", action="store_true", help="replace what is stored under that name")
     parser.add_argument("--raw", action="store_true", help="FILE is an entry file; needs --dir")
     parser.add_argument("--vquant", metavar="FORMAT", help="store it in this format; native keeps every word")
-    parser.add_argument("--model", metavar="PATH", help="load this model with mlx-lm, for the digest")
+    parser.add_argument("--model", metavar="PATH", type=Path, help="directory of the model, for the digest")
     parser.add_argument(
         "--tokens", metavar="PATH", type=Path, help="the ids of the prefix, a JSON list, for the digest"
     )
@@ -175,13 +175,26 @@ def _import(args: argparse.Namespace) -> None:
         place.store(ns, arrays, formats, {"digest": digest, "rope": rope, "replace": args.replace})
         if not (why := place.why(ns)).startswith("hit"):
             raise CommandError(f"ERR the prefix is not there as a whole: {why}")
-        place.commit()
+        kept = _committed(place)
     finally:
         place.close()
     name = ns.decode("utf-8", "backslashreplace")
     print(f"{name}: {len(arrays.k)} layers of {file.rows} tokens{_imported(formats, arrays)}")
+    if not kept:
+        print("the server keeps nothing over its end")
     if digest is None:
         print("without a digest: found by its namespace, not by PionPromptCache.get_or_prefill")
+
+
+def _committed(place: places.Place) -> bool:
+    """Make the prefix durable; False where the server makes nothing durable."""
+    try:
+        place.commit()
+    except CommandError as error:
+        if "writes are not logged" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _formats(asked: str | None, said: Any) -> tuple[str, str]:
@@ -241,9 +254,10 @@ def _computed(args: argparse.Namespace, arrays: Any) -> tuple[str, float | None]
     except ValueError as error:
         raise ValueError(f"{args.tokens} is no JSON list of token ids: {error}") from error
     mlx_modules()
-    import mlx_lm
+    from mlx_lm.utils import load_model
 
-    model = mlx_lm.load(args.model)[0]
+    found = load_model(args.model)
+    model = found[0] if isinstance(found, tuple) else found  # with its configuration, since mlx-lm 0.22
     layout = inspect_model(model)
     heads, rows, head_dim = arrays.k[0].shape
     if len(ids) != rows:
