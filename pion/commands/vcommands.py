@@ -346,12 +346,3 @@ def _snap_id(name: str, argv: list[bytes]) -> int:
     if snap <= 0:
         raise CommandError(f"ERR {name}: snap_id must be positive")
     return snap
-
-
-@command(
-    "V.EXPORT", -1, "readonly", 0, 0, 0, "vstore", "0.1.0",
-    "Hands rows over as a file (not in this version: clients fall back to V.FETCH).", "O(1)",
-)  # fmt: skip
-def export(ctx: Context, argv: list[bytes]) -> Any:
-    """Refused: published clients turn to V.FETCH on any error."""
-    raise kv.later("V.EXPORT")
