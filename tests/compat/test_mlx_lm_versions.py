@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -12,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from pion.demo import blas
 from pion.testing import server as start_server
 from tests.support import models
-from tests.support.peers import missing
+from tests.support.mlx_lm_versions import mlx_lm_folder
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(600)]
 models.need_mlx()
@@ -69,35 +67,10 @@ print(json.dumps({
 """
 
 
-def folder(version: str) -> Path:
-    """Where a version of mlx-lm lies; installed there on first use, without its requirements."""
-    home = blas.cache_dir() / "peers" / f"mlx-lm-{version}"
-    home.parent.mkdir(exist_ok=True)
-    with open(f"{home}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (home / "ready").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--upgrade",
-                "--target",
-                str(home),
-            ]
-            done = subprocess.run([*command, f"mlx-lm=={version}"], capture_output=True, text=True, check=False)
-            if done.returncode:
-                missing(f"mlx-lm {version} ({done.stderr.strip()[-300:]})")
-            (home / "ready").touch()
-    return home
-
-
 def run(version: str, *arguments: object, program: str = PROGRAM) -> dict[str, Any]:
     path = [os.getcwd(), *filter(None, sys.path)]
     if version != INSTALLED:
-        path.insert(0, str(folder(version)))
+        path.insert(0, str(mlx_lm_folder(version)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
