@@ -62,7 +62,7 @@ def poll(condition: object) -> None:
         time.sleep(0.02)
 
 
-def test_g5_only_namespaces_of_the_required_prefix(tmp_path: Path) -> None:
+def test_only_namespaces_of_the_required_prefix(tmp_path: Path) -> None:
     with start_server("--kvcache", "--ns-prefix", "mine:", dir=tmp_path) as server, Raw(server.port) as conn:
         fill(conn, "mine:a")
         fill(conn, "yours:a")
@@ -83,7 +83,7 @@ def address() -> str:
         return str(probe.getsockname()[0])
 
 
-def test_g5_only_a_client_on_this_machine(tmp_path: Path) -> None:
+def test_only_a_client_on_this_machine(tmp_path: Path) -> None:
     here = address()
     flags = ("--kvcache", "--bind", f"127.0.0.1,{here}", "--insecure-no-auth", "--unixsocket", str(tmp_path / "s"))
     with start_server(*flags) as server:

@@ -178,7 +178,7 @@ def files(engine: Engine) -> list[Path]:
     return list((engine.root / "export").rglob("*.safetensors"))
 
 
-def test_g5_directory_and_files_are_for_their_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_and_files_are_for_their_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = os.umask(0)
     try:
         for given in (None, tmp_path / "elsewhere" / "deep"):
@@ -198,7 +198,7 @@ def test_g5_directory_and_files_are_for_their_owner_only(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("sid", [b"../../etc/passwd", b"/etc/passwd", b"a\0b", b"x" * 4000, b"%s\n"])
-def test_g5_no_path_comes_from_a_client(engine: Engine, sid: bytes) -> None:
+def test_no_path_comes_from_a_client(engine: Engine, sid: bytes) -> None:
     engine.v_create(sid, 8, FP16)
     engine.v_store(sid, 0, 0, 1, bytes(16), "F16")
     path = Path(engine.v_export(sid, sid, 0, 1, 1, 1, 8))
