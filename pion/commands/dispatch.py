@@ -62,8 +62,29 @@ class Context:
         return int(self.engine.keyspace.now_ms)
 
     async def in_thread(self, fn: Any, *args: Any) -> Any:
-        """Runs a blocking call without holding up other connections."""
-        return await self.server.to_thread(fn, *args)
+        """Runs a blocking call without holding up other connections.
+
+        What it raises comes back in a list that is emptied here. Raised through the thread's machinery, or returned, it
+        would be in a reference cycle with the frames of its traceback and those that called them, and hold their
+        arguments, files among them, until the next garbage collection.
+        """
+        failed: list[Exception] = []
+        value = await self.server.to_thread(_attempt, failed, fn, args)
+        if not failed:
+            return value
+        error = failed.pop()
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _attempt(failed: list[Exception], fn: Any, args: tuple[Any, ...]) -> Any:
+    try:
+        return fn(*args)
+    except Exception as error:
+        failed.append(error)
+        return None
 
 
 class Dispatcher:
