@@ -132,7 +132,8 @@ def trial(
     return Trial(templates[request.param], tmp_path / "data", caplog)
 
 
-both = pytest.mark.parametrize("trial", ["closed", "killed"], indirect=True)
+closed = pytest.mark.parametrize("trial", ["closed"], indirect=True)
+both = pytest.mark.parametrize("trial", ["closed", pytest.param("killed", marks=pytest.mark.slow)], indirect=True)
 
 
 @both
@@ -159,7 +160,7 @@ def test_b1_the_keyspace(trial: Trial, name: str, what: Damage) -> None:
     trial.finish(set(), keys=True)
 
 
-@pytest.mark.parametrize("trial", ["closed"], indirect=True)
+@closed
 @pytest.mark.parametrize("what", GENERAL, ids=lambda what: what.name)
 def test_b1_the_file_of_a_large_value(trial: Trial, what: Damage) -> None:
     (path, *_) = sorted((trial.root / "blob").iterdir())
