@@ -62,8 +62,29 @@ class Context:
         return int(self.engine.keyspace.now_ms)
 
     async def in_thread(self, fn: Any, *args: Any) -> Any:
-        """Runs a blocking call without holding up other connections."""
-        return await self.server.to_thread(fn, *args)
+        """Runs a blocking call without holding up other connections.
+
+        What it raises comes back in a list that is emptied here. Raised through the thread's machinery, or returned, it
+        would be in a reference cycle with the frames of its traceback and those that called them, and hold their
+        arguments, files among them, until the next garbage collection.
+        """
+        failed: list[Exception] = []
+        value = await self.server.to_thread(_attempt, failed, fn, args)
+        if not failed:
+            return value
+        error = failed.pop()
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _attempt(failed: list[Exception], fn: Any, args: tuple[Any, ...]) -> Any:
+    try:
+        return fn(*args)
+    except Exception as error:
+        failed.append(error)
+        return None
 
 
 class Dispatcher:
@@ -87,7 +108,7 @@ class Dispatcher:
         self.server = server or ServerState()
         self.server.engine = engine
         if options is not None:
-            self.server.maxmemory = options.maxmemory
+            self.server.bound_memory(options.maxmemory, options.maxmemory_policy)
             self.server.slowlog.threshold_us = options.slowlog_log_slower_than
             self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None
@@ -206,10 +227,10 @@ class Dispatcher:
     def _gate(self, conn: Any, record: table.Command) -> None:
         if not conn.authenticated and not record.no_auth:
             raise AuthenticationError(errors.NOAUTH)
-        if record.denyoom and self.server.maxmemory and self.server.over_memory():
-            raise OutOfMemoryError
         if record.logged and (errno := self.engine.keyspace.refuses):
             raise StorageError(errors.MISCONF_LOG.format(reason=os.strerror(errno)))
+        if record.denyoom and self.server.maxmemory and not self.engine.keyspace.make_room():
+            raise OutOfMemoryError
 
     def _execute(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         started = time.perf_counter_ns()

@@ -58,3 +58,28 @@ def test_b14_nothing_holds_a_dropped_file(process: Process, sent: bytes, dropped
         while _deleted(process) or conn.fields("KV.PREFIX.INFO")["vstore_file_bytes"] != "0":
             assert time.monotonic() < deadline, (_deleted(process), conn.fields("KV.PREFIX.INFO"))
             conn.ok("KV.PREFIX.DROP", "ns")  # a state may have arrived after the drop
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8", "turbo4"])
+@pytest.mark.parametrize("source", ["F16", "F32"])
+def test_b14_a_store_that_ends_after_its_entry_was_replaced(process: Process, fmt: str, source: str) -> None:
+    """Also where the body is converted in a thread: the error that comes back must not hold the file."""
+    whole = frame("V.STOREBATCH", "ns_pk", 0, 0, ROWS, bytes(DIM * ROWS * int(source[1:]) // 8), "FMT", source)
+    with Raw(process.port) as conn:
+        for _ in range(4):
+            conn.ok("KV.PREFIX.REGISTER", "ns", DIM, fmt)
+            with Raw(process.port) as other:
+                other.send(whole[:1_000_000])
+                deadline = time.monotonic() + 20
+                while int(conn.fields("KV.PREFIX.INFO")["vstore_file_bytes"]) < 100_000:  # the body has not begun
+                    assert time.monotonic() < deadline
+                conn.ok("KV.PREFIX.DROP", "ns")
+                conn.ok("KV.PREFIX.REGISTER", "ns", DIM, fmt)
+                other.send(whole[1_000_000:])
+                assert "dropped while the body arrived" in str(other.read())
+            conn.ok("KV.PREFIX.DROP", "ns")
+        deadline = time.monotonic() + 20
+        while _deleted(process) or conn.fields("KV.PREFIX.INFO")["vstore_file_bytes"] != "0":
+            assert time.monotonic() < deadline, (_deleted(process), conn.fields("KV.PREFIX.INFO"))
+            time.sleep(0.05)

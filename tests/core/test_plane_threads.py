@@ -26,7 +26,7 @@ def test_stress(sanitizer: str, tmp_path: Path):
     trial = [CC, *flags, str(probe), "-o", str(tmp_path / "probe")]
     if subprocess.run(trial, capture_output=True).returncode or subprocess.run([tmp_path / "probe"]).returncode:
         pytest.skip(f"this compiler or machine has no -fsanitize={sanitizer}")
-    subprocess.run([CC, *flags, f"-I{CORE}", str(SOURCE), "-o", str(program), "-lpthread"], check=True)
+    subprocess.run([CC, *flags, f"-I{CORE}", str(SOURCE), "-o", str(program), "-lpthread", "-lm"], check=True)
     env = {**os.environ, "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
     done = subprocess.run([program, tmp_path, "5"], capture_output=True, text=True, env=env, timeout=100)
     assert done.returncode == 0, done.stderr[-10_000:]
