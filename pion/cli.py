@@ -16,13 +16,16 @@ from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
 _COMMANDS = ("server", "demo", "inspect", "check", "top", "bench", "import")
+_TOOLS = {"check": "pion.tools.check", "inspect": "pion.tools.show"}  # they need no server, and load none
 
 _USAGE = """usage: pion <command> [arguments]
 
   server   the server; the same as pion-server
+  check    compare every record of a data directory with its checksum
+  inspect  print what is in a file of a data directory
   demo     cold, warm and after a kill: a real model on a stored prefix
 
-inspect, check, top and bench come with later versions."""
+top, bench and import come with later versions."""
 
 
 def server_main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "server":
         return server_main(rest)
+    if command in _TOOLS:
+        return _tool(command, rest)
     if command == "demo" and importlib.util.find_spec("pion.demo.runner") is not None:
         demo = importlib.import_module("pion.demo")
         return int(demo.main(rest))
@@ -123,6 +128,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"pion: unknown command '{command}'\n{_USAGE}", file=sys.stderr)
     return 2
+
+
+def _tool(command: str, rest: Sequence[str]) -> int:
+    try:
+        status = int(importlib.import_module(_TOOLS[command]).main(rest))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ typedef struct plane {
     int event_i, event_n;
     ks *keyspace;
     plane_limits limits;
-    uint8_t fast_enabled, oom;
+    uint8_t fast_enabled;
     uint8_t tight;             /* the replies of all connections together are at their bound */
     fast_cmd fast[FAST_SLOTS];
     stream_cmd streams[FAST_SLOTS];

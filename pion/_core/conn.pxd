@@ -107,7 +107,6 @@ cdef extern from "plane.h" nogil:
         ks *keyspace
         plane_limits limits
         uint8_t fast_enabled
-        uint8_t oom
         fast_cmd *fast
         stream_cmd *streams
         int nstreams

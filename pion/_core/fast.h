@@ -9,6 +9,7 @@
 #define PION_FAST_H
 
 #include "conn.h"
+#include "kevict.h"
 #include "membership.h"
 
 enum { FAST_STREAM = 0, FAST_PING, FAST_ECHO, FAST_GET, FAST_SET, FAST_DEL, FAST_EXISTS, FAST_INCR, FAST_MGET,
@@ -78,7 +79,7 @@ static inline int fast__get(fast_call *f) {
     }
     if (!fast__loaded(e)) return FAST_SLOW;
     k->hits++;
-    e->clock = (uint32_t)(f->plane->now_ms >> 10);
+    e->clock = ks_clock(f->plane->now_ms);
     outq_put_value(f->out, &f->plane->spares, (kval *)e->value);
     return FAST_DONE;
 }

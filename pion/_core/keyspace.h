@@ -108,7 +108,7 @@ static inline void ks_replace(ks *k, kent *e, void *value, int type) {
 
 static inline int ks_finish_set(ks *k, kent *e, uint64_t expire, int flags) {
     if (!(flags & KS_KEEPTTL)) ks_schedule(k, e, expire);
-    e->clock = (uint32_t)(k->now_ms >> 10);
+    e->clock = ks_clock(k->now_ms);
     ks_account(k, e, kent_own_bytes(e->klen) + kval_bytes((kval *)e->value));
     if (!(flags & KS_NOLOG)) ks_log_string(k, e);
     else k->dirty++;
@@ -162,7 +162,7 @@ static inline int ks_set_object(ks *k, int db, const void *key, size_t klen, voi
     kent *e = ks_claim(k, db, key, klen, ks_hash(k, key, klen));
     if (!e) return -ENOMEM;
     ks_replace(k, e, object, type);
-    e->clock = (uint32_t)(k->now_ms >> 10);
+    e->clock = ks_clock(k->now_ms);
     ks_account(k, e, kent_own_bytes(klen) + bytes);
     return 0;
 }
@@ -271,7 +271,7 @@ static inline int ks_write(ks *k, int db, const void *key, size_t klen, uint64_t
     memcpy(v->data + offset, data, n);
     v->len = *length;
     if (kval_blob(v)) v->flags |= KV_DIRTY;
-    e->clock = (uint32_t)(k->now_ms >> 10);
+    e->clock = ks_clock(k->now_ms);
     ks_account(k, e, kent_own_bytes(klen) + kval_bytes(v));
     k->dirty++;
     if (ks_logs(k)) {

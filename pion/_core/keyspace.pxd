@@ -83,6 +83,10 @@ cdef extern from "keyspace.h" nogil:
         uint64_t expired
         uint64_t used_bytes
         uint64_t dirty
+        uint64_t maxmemory
+        uint64_t evicted
+        int policy
+        size_t ncandidates
         size_t nheap
         void **dead
         size_t ndead
@@ -125,6 +129,7 @@ cdef extern from "keyspace.h" nogil:
     ks *ks_new(int databases, uint64_t seed0, uint64_t seed1)
     void ks_clear(ks *k)
     uint64_t ks_tick(ks *k)
+    uint32_t ks_clock(uint64_t now_ms)
     uint64_t ks_hash(const ks *k, const void *key, size_t n)
     bint kent_due(const kent *e, uint64_t now_ms)
     bint ks_logs(const ks *k)
@@ -164,6 +169,13 @@ cdef extern from "keyspace.h" nogil:
     bint ks_table_drop(ks *k, const void *name, size_t n)
     size_t ks_log_pending(const ks *k)
     int ks_log_flush(ks *k)
+
+
+cdef extern from "kevict.h" nogil:
+    enum:
+        KS_NOEVICTION, KS_ALLKEYS_LRU, KS_VOLATILE_LRU, KS_VOLATILE_TTL
+    bint ks_over(const ks *k)
+    bint ks_make_room(ks *k)
 
 
 cdef class Value:

@@ -30,6 +30,10 @@ cdef extern from "glob.h" nogil:
 
 cdef dict _NAMES = {KS_STRING: b"string", KS_HASH: b"hash", KS_ZSET: b"zset"}
 cdef dict _TYPES = {b"string": KS_STRING, b"hash": KS_HASH, b"zset": KS_ZSET}
+cdef dict _EVICTIONS = {
+    "noeviction": KS_NOEVICTION, "allkeys-lru": KS_ALLKEYS_LRU, "volatile-lru": KS_VOLATILE_LRU,
+    "volatile-ttl": KS_VOLATILE_TTL,
+}
 cdef dict _POLICIES = {"no": KS_SYNC_NO, "everysec": KS_SYNC_EVERYSEC, "always": KS_SYNC_ALWAYS}
 cdef enum:
     CURSOR_SHIFT = 16  # cursors are the upper 48 bits of a hash: exact in every client's number type
@@ -137,7 +141,15 @@ cdef class Keyspace:
             _raise(rc)
         reason = "wrong content" if rc == -EILSEQ else os.strerror(-rc)
         key = e.key[:e.klen]
-        log.error("database %d, key %r: the file of its value is lost (%s); the key is gone", e.db, key, reason)
+        name = f"{kval_blob(e.v):016x}"
+        log.error("database %d, key %r: the file of its value, blob/%s, is lost (%s); the key is gone", e.db, key, name,
+                  reason)
+        if rc == -EILSEQ:  # for a person to look at
+            try:
+                os.rename(name, f"../blob.{name}.unused", src_dir_fd=self.k.log.blob_fd,
+                          dst_dir_fd=self.k.log.blob_fd)
+            except OSError as error:
+                log.error("blob/%s could not be moved aside: %s", name, error.strerror)
         self.lost += 1
         ks_delete(self.k, e)
         return NULL
@@ -204,16 +216,16 @@ cdef class Keyspace:
         return None if e == NULL else e.bytes
 
     def idle_seconds(self, int db, bytes key) -> int | None:
-        """Seconds since the last use (in steps of about one), None when there is no such key."""
+        """Seconds since the last use, None when there is no such key."""
         cdef kent *e = self.find(db, key)
-        return None if e == NULL else ((self.k.now_ms >> 10) - e.clock) * 1024 // 1000
+        return None if e == NULL else <uint64_t><uint32_t>(ks_clock(self.k.now_ms) - e.clock) * 64 // 1000
 
     def touch(self, int db, bytes key) -> bool:
         """Note a use; False when there is no such key."""
         cdef kent *e = self.find(db, key)
         if e == NULL:
             return False
-        e.clock = <uint32_t>(self.k.now_ms >> 10)
+        e.clock = ks_clock(self.k.now_ms)
         return True
 
     # --- changing -------------------------------------------------------------------------------------------------
@@ -428,8 +440,39 @@ cdef class Keyspace:
         ks_tick(self.k)
 
     def reset_stats(self) -> None:
-        """Set hits, misses and expired to 0."""
-        self.k.hits = self.k.misses = self.k.expired = 0
+        """Set hits, misses, expired and evicted to 0."""
+        self.k.hits = self.k.misses = self.k.expired = self.k.evicted = 0
+
+    # --- bound of the memory --------------------------------------------------------------------------------------
+
+    def bound(self, uint64_t nbytes, str policy="noeviction") -> None:
+        """Let `used_bytes` be at most so many (0: no bound) for whoever calls `make_room` before each write.
+
+        Args:
+            policy: what goes when there is no room: "noeviction", "allkeys-lru", "volatile-lru" or "volatile-ttl".
+        """
+        self.k.policy = _EVICTIONS[policy]
+        self.k.maxmemory = nbytes
+        self.k.ncandidates = 0
+
+    def make_room(self) -> bool:
+        """Evict until the keyspace is within its bound; False when it is not and nothing may go."""
+        cdef bint done
+        ks_tick(self.k)
+        with nogil:
+            done = ks_make_room(self.k)
+        self.drain()
+        return done
+
+    @property
+    def over(self) -> bool:
+        """More is held than the bound allows."""
+        return ks_over(self.k)
+
+    @property
+    def evicted(self) -> int:
+        """Keys that went for the bound."""
+        return self.k.evicted
 
     # --- tables ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
 #define KS_DATABASES_MAX 64
 #define KS_MIN_BITS 4u
 #define KS_STEP 8 /* buckets moved per write while resizing */
+#define KS_CANDIDATES 16
 
 enum { KS_NONE = 0, KS_STRING = 1, KS_HASH = 2, KS_ZSET = 3 };
 enum { KS_KEEPTTL = 1, KS_NOLOG = 2 };
@@ -28,7 +29,7 @@ typedef struct kent {
     };
     uint32_t klen;
     uint32_t heap;  /* place in the heap + 1, 0: no expiry */
-    uint32_t clock; /* ms/1024 of the last use */
+    uint32_t clock; /* ks_clock of the last use */
     uint8_t type, db, flags;
     char key[];
 } kent;
@@ -49,6 +50,13 @@ typedef struct kdue {
     kent *entry;
 } kdue;
 
+/* A key that may be evicted next; see kevict.h. */
+typedef struct kcandidate {
+    uint64_t hash;
+    uint32_t clock;
+    uint8_t db;
+} kcandidate;
+
 /* A chain or table whose keys were flushed; freed in slices. */
 typedef struct kgrave {
     kent **buckets;
@@ -62,6 +70,10 @@ typedef struct ks {
     uint64_t now_ms, fixed_now;
     uint64_t hits, misses, expired, used_bytes;
     uint64_t dirty; /* effects since the start */
+    uint64_t maxmemory, evicted; /* bound of used_bytes, 0: none; keys that went for it */
+    int policy;
+    size_t ncandidates;
+    kcandidate candidates[KS_CANDIDATES];
     kdue *heap;
     size_t nheap, cap_heap;
     void **dead; /* Python objects to release under the GIL */
@@ -123,6 +135,9 @@ static inline uint64_t ks_monotonic_us(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000u + (uint64_t)t.tv_nsec / 1000u;
 }
+
+/* Time of a use in steps of 64 ms. Differences hold over a wrap, which comes every eight years. */
+static inline uint32_t ks_clock(uint64_t now_ms) { return (uint32_t)(now_ms >> 6); }
 
 static inline int kent_due(const kent *e, uint64_t now_ms) { return e->expire && e->expire <= now_ms; }
 
@@ -385,7 +400,7 @@ static inline kent *ks_find(ks *k, int db, const void *key, size_t klen, uint64_
 static inline kent *ks_read(ks *k, int db, const void *key, size_t klen, uint64_t now_ms) {
     kent *e = ks_find(k, db, key, klen, now_ms);
     if (e) {
-        e->clock = (uint32_t)(now_ms >> 10);
+        e->clock = ks_clock(now_ms);
         k->hits++;
     } else {
         k->misses++;

@@ -120,7 +120,8 @@ static inline void conn_bulk(plane *p, conn *c) {
     }
     const char *name = r->nargs == 2 && r->left == 1 ? conn_arg(c, 0, &n) : NULL;
     fast_cmd *cmd = name && c->fast && c->authed && p->fast_enabled ? fast_find(p, name, n) : NULL;
-    if (!cmd || cmd->id != FAST_SET || (p->oom && cmd->flags & FLAG_DENYOOM) || !(c->body = kval_new(p->keyspace->pool, r->bulk_len))) {
+    if (!cmd || cmd->id != FAST_SET || (cmd->flags & FLAG_DENYOOM && ks_full(p->keyspace)) ||
+        !(c->body = kval_new(p->keyspace->pool, r->bulk_len))) {
         resp_bulk_keep(r);
         return;
     }
@@ -161,10 +162,11 @@ static inline int conn_frame(plane *p, conn *c) {
         const char *name = conn_arg(c, 0, &n);
         cmd = fast_find(p, name, n);
     }
-    if (!cmd || !fast_arity_ok(cmd, c->parser.nargs) || (p->oom && cmd->flags & FLAG_DENYOOM)) return 0;
+    if (!cmd || !fast_arity_ok(cmd, c->parser.nargs)) return 0;
     if (cmd->flags & FLAG_WRITE && ks_refuses(p->keyspace)) return 0;
     fast_call call = {p, c, &c->out, NULL, c->parser.nargs};
     size_t logged = ks_log_pending(p->keyspace);
+    if (cmd->flags & FLAG_DENYOOM && !ks_make_room(p->keyspace)) return 0;
     if (fast_exec(&call, cmd->id) != FAST_DONE) return 0;
     if (ks_log_pending(p->keyspace) != logged) c->wrote = 1;
     c->blob = BLOB_NO; /* the keyspace has the file now */

@@ -75,7 +75,6 @@ cdef class Plane(PlaneBase):
 
     Attributes:
         fast_enabled: False sends every frame to the handler.
-        oom: True sends fast commands with FLAG_DENYOOM to the handler.
         on_close: called with each connection that ended.
         rejected: connections refused by whoever accepts them.
     """

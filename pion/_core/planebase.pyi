@@ -14,7 +14,6 @@ PENDING: _Pending
 
 class PlaneBase:
     fast_enabled: bool
-    oom: bool
     on_close: Callable[[Conn], object] | None
     rejected: int
     def __init__(

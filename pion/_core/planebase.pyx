@@ -129,14 +129,6 @@ cdef class PlaneBase:
         self.p.fast_enabled = value
 
     @property
-    def oom(self):
-        return bool(self.p.oom)
-
-    @oom.setter
-    def oom(self, bint value):
-        self.p.oom = value
-
-    @property
     def connections(self):
         return list(self.conns.values())
 

@@ -65,9 +65,8 @@ def _failed(name: bytes, reason: str) -> CommandError:
 
 def _apply(ctx: Context, changes: dict[str, Any]) -> None:
     state = ctx.server
-    if "maxmemory" in changes:
-        state.maxmemory = changes["maxmemory"]
-        state.over_memory()
+    if "maxmemory" in changes or "maxmemory_policy" in changes:
+        state.bound_memory(ctx.options.maxmemory, ctx.options.maxmemory_policy)
     if "maxclients" in changes:
         state.maxclients = changes["maxclients"]
     if "requirepass" in changes:

@@ -108,7 +108,7 @@ class Dispatcher:
         self.server = server or ServerState()
         self.server.engine = engine
         if options is not None:
-            self.server.maxmemory = options.maxmemory
+            self.server.bound_memory(options.maxmemory, options.maxmemory_policy)
             self.server.slowlog.threshold_us = options.slowlog_log_slower_than
             self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None
@@ -227,10 +227,10 @@ class Dispatcher:
     def _gate(self, conn: Any, record: table.Command) -> None:
         if not conn.authenticated and not record.no_auth:
             raise AuthenticationError(errors.NOAUTH)
-        if record.denyoom and self.server.maxmemory and self.server.over_memory():
-            raise OutOfMemoryError
         if record.logged and (errno := self.engine.keyspace.refuses):
             raise StorageError(errors.MISCONF_LOG.format(reason=os.strerror(errno)))
+        if record.denyoom and self.server.maxmemory and not self.engine.keyspace.make_room():
+            raise OutOfMemoryError
 
     def _execute(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         started = time.perf_counter_ns()

@@ -17,6 +17,8 @@ from pion.commands.dispatch import Context
 from pion.commands.table import command
 from pion.wire.resp import Verbatim
 
+_SHOWN = 8  # damaged files named in INFO; the log names all
+
 Lines = Iterable[tuple[str, Any]]
 
 
@@ -87,7 +89,7 @@ def _memory(ctx: Context) -> Lines:
         ("total_system_memory_human", human(total)),
         ("maxmemory", state.maxmemory),
         ("maxmemory_human", human(state.maxmemory)),
-        ("maxmemory_policy", "noeviction"),
+        ("maxmemory_policy", state.maxmemory_policy),
         ("maxmemory_refusing_writes", int(state.refusing_writes)),
         ("mem_fragmentation_ratio", f"{resident / max(anonymous, 1):.2f}"),
         ("mem_allocator", "libc"),
@@ -96,6 +98,7 @@ def _memory(ctx: Context) -> Lines:
 
 def _persistence(ctx: Context) -> Lines:
     state, store = ctx.server, ctx.engine.keyspace_store
+    aside = ctx.engine.set_aside()
     return [
         ("loading", 0),
         ("async_loading", 0),
@@ -107,6 +110,8 @@ def _persistence(ctx: Context) -> Lines:
         ("aof_rewrite_in_progress", int(store is not None and store.rewriting)),
         ("aof_last_write_status", "err" if ctx.ks.refuses else "ok"),
         ("aof_current_size", store.log_bytes if store is not None else 0),
+        ("set_aside_files", len(aside)),
+        ("set_aside_last", ",".join(aside[-_SHOWN:])),
     ]
 
 
@@ -123,7 +128,7 @@ def _stats(ctx: Context) -> Lines:
         ("instantaneous_output_kbps", f"{kb_out:.2f}"),
         ("rejected_connections", stats.get("rejected", 0)),
         ("expired_keys", ctx.ks.expired),
-        ("evicted_keys", 0),
+        ("evicted_keys", ctx.ks.evicted),
         ("keyspace_hits", ctx.ks.hits),
         ("keyspace_misses", ctx.ks.misses),
         ("pubsub_channels", 0),

@@ -142,6 +142,7 @@ class ServerState:
     engine: Any = None
     port: int = 0
     maxmemory: int = 0
+    maxmemory_policy: str = "noeviction"
     maxclients: int = limits.DEFAULT_MAXCLIENTS
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
     started: float = field(default_factory=time.monotonic)
@@ -152,7 +153,6 @@ class ServerState:
     error_counts: dict[str, int] = field(default_factory=dict)
     commands_processed: int = 0
     peak_memory: int = 0
-    refusing_writes: bool = False
     last_save: int = field(default_factory=lambda: int(time.time()))
     last_save_ok: bool = True
     saving: bool = False
@@ -174,14 +174,17 @@ class ServerState:
         """What `maxmemory` is compared with: the ordinary keyspace's own count of its bytes."""
         return int(self.engine.keyspace.used_bytes) if self.engine is not None else 0
 
-    def over_memory(self) -> bool:
-        """True when commands that may grow the keyspace are refused."""
-        over = 0 < self.maxmemory < self.data_bytes
-        if over != self.refusing_writes:
-            self.refusing_writes = over
-            if self.plane is not None:
-                self.plane.oom = over
-        return over
+    def bound_memory(self, nbytes: int, policy: str) -> None:
+        """Bounds the keyspace and evicts at once what is above; see `Keyspace.bound`."""
+        self.maxmemory, self.maxmemory_policy = nbytes, policy
+        if self.engine is not None:
+            self.engine.keyspace.bound(nbytes, policy)
+            self.engine.keyspace.make_room()
+
+    @property
+    def refusing_writes(self) -> bool:
+        """True when commands that may grow the keyspace are refused: it is above its bound and nothing may go."""
+        return self.engine is not None and not self.engine.keyspace.make_room()
 
     # --- pause -----------------------------------------------------------------------------------------------------
 
@@ -230,10 +233,9 @@ class ServerState:
     # --- time ------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Ten times a second: end of a pause, memory gate, samples of the instantaneous figures."""
+        """Ten times a second: end of a pause, samples of the instantaneous figures."""
         if self.paused is not None and time.monotonic() >= self._pause_end:
             self.unpause()
-        self.over_memory()
         stats = self.plane.stats if self.plane is not None else {}
         self._samples.append(
             (time.monotonic(), self.total_commands(), int(stats.get("net_in", 0)), int(stats.get("net_out", 0)))

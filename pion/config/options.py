@@ -177,8 +177,12 @@ class Options:
         redis="appendonly", switch=False,
     )  # fmt: skip
     maxmemory: int = option(
-        0, "Data", "refuse growing commands when the ordinary keyspace holds more; 0 = no bound", _memory,
-        metavar="SIZE|N%", redis="maxmemory",
+        0, "Data", "bytes the ordinary keyspace may hold; 0 = no bound", _memory, metavar="SIZE|N%", redis="maxmemory"
+    )
+    maxmemory_policy: str = option(
+        "noeviction", "Data", "which keys go when it is full; noeviction refuses writes",
+        _choice("noeviction", "allkeys-lru", "volatile-lru", "volatile-ttl"), metavar="POLICY",
+        redis="maxmemory-policy",
     )  # fmt: skip
     requirepass: str = option(
         "", "Security", "password (visible in ps)", parse_password, metavar="PW", redis="requirepass"
@@ -237,15 +241,14 @@ class Options:
 #: What CONFIG SET may change while the server runs.
 MUTABLE = frozenset(
     {
-        "maxmemory", "maxclients", "timeout", "requirepass", "slowlog_log_slower_than", "slowlog_max_len", "loglevel",
-        "appendfsync",
+        "maxmemory", "maxmemory_policy", "maxclients", "timeout", "requirepass", "slowlog_log_slower_than",
+        "slowlog_max_len", "loglevel", "appendfsync",
     }
 )  # fmt: skip
 
 #: Parameters of Redis that have one value here: CONFIG GET tells it, any other value is refused.
 FIXED: Mapping[str, str] = {
     "save": "",
-    "maxmemory-policy": "noeviction",
     "proto-max-bulk-len": str(limits.MAX_BULK),
     "enable-debug-command": "no",
     "tls-port": "0",

@@ -48,7 +48,7 @@ class Server:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.stopping = trio.Event()
-        self.state = ServerState(maxmemory=options.maxmemory, maxclients=options.maxclients)
+        self.state = ServerState(maxclients=options.maxclients)
         self.listeners: list[tuple[socket.socket, str]] = []
         self.engine: Engine
         self.plane: Plane

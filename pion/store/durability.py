@@ -223,6 +223,8 @@ class Upkeep:
     def _upkeep(self) -> None:
         store = self.store
         store.held_bytes()
+        with store.lock:
+            store.watch()
         pending = bool(store.unsynced) or (self.log is not None and self.log.unsynced_bytes > 0)
         if self.policy == "everysec" and pending and not self.failure:
             self.commit()

@@ -10,6 +10,7 @@ The dirty mark is written before the first row that makes it true.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from pion._core import framing, vstore
+from pion.store.files import open_regular
 
 TYPE: Final = b"PIDX"
 VERSION: Final = 1
@@ -93,6 +95,7 @@ class Loaded:
         closed: the last process ended in order.
         tail: bytes that were cut off, and why.
         records: how many were read.
+        boot: id of the machine's boot in which the file was opened last; empty = never.
     """
 
     entries: dict[bytes, Figures] = field(default_factory=dict)
@@ -103,6 +106,47 @@ class Loaded:
     tail: int = 0
     reason: str = ""
     records: int = 0
+    boot: bytes = b""
+
+
+def read_header(data: bytes) -> framing.FileHeader:
+    """The first record of an index file. Raises FramingError; "version" when another version of Pion wrote it."""
+    header = framing.unpack_file_header(data, type=TYPE)
+    if header.version != VERSION:
+        raise framing.FramingError("version")
+    return header
+
+
+def replay(data: bytes, header: framing.FileHeader, out: Loaded) -> int:
+    """Take in the records of an index file; returns where they end, with the reason in `out` if that is too early."""
+    view = memoryview(data)
+    at = header.size
+    unpack, seed = framing.unpack_log, header.seed
+    closed = False
+    while at < len(data):
+        try:
+            record = unpack(view[at:], seed)
+        except framing.FramingError as error:
+            out.reason = error.reason
+            break
+        at += record.total
+        out.records += 1
+        kind, key, value = record.kind, record.key, record.value
+        closed = kind == CLOSED
+        if kind == PUT:
+            out.entries[key] = unpack_figures(value)
+            out.dropped.pop(key, None)
+        elif kind == DROP:
+            out.entries.pop(key, None)
+            out.dropped[key] = int.from_bytes(value, "little")
+        elif kind == DIRTY and key in out.entries:
+            out.entries[key].flags &= ~CLEAN
+        elif kind == USED and key in out.entries:
+            out.entries[key].used = int.from_bytes(value, "little")
+        elif kind == OPENED:
+            out.boot = key
+    out.closed = closed
+    return at
 
 
 class Flush:
@@ -137,24 +181,29 @@ class Index:
         self._unflushed = True  # records were written since the last `to_flush`
         self._next: tuple[int, int] | None = None  # descriptor and seed of the file a running rewrite makes
 
-    def load(self, keep_tail: Callable[[int, int, int], str]) -> Loaded:
+    def load(self, keep_tail: Callable[[int, int, int], str], move_aside: Callable[[], str]) -> Loaded:
         """Read the file and open it for appending; a missing or foreign one is made anew.
 
         Args:
             keep_tail: called with (fd, offset, end) before a tail that is no record is cut off.
+            move_aside: called when the file cannot even be opened, or is no file.
         """
         out = Loaded()
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+            self._fd = open_regular(self.path, os.O_RDWR)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
+                raise
             out.trusted = False
             out.reason = "missing"
+            if not isinstance(error, FileNotFoundError):
+                out.reason = f"{error.strerror}; it was moved to {move_aside()}"
             self._create()
             return out
         size = os.fstat(self._fd).st_size
         data = os.pread(self._fd, size, 0)
         try:
-            header = framing.unpack_file_header(data, type=TYPE)
+            header = read_header(data)
         except framing.FramingError as error:
             out.trusted, out.reason, out.tail = False, f"header: {error.reason}", size
             keep_tail(self._fd, 0, size)
@@ -162,7 +211,8 @@ class Index:
             self._create()
             return out
         self._seed, self._size = header.seed, header.size
-        end = self._replay(data, out)
+        end = replay(data, header, out)
+        out.same_boot = bool(out.boot) and out.boot == boot_id()
         if end < size:
             out.tail = size - end
             # A record cut short is what a kill leaves of a write nobody was told of. Anything else is damage.
@@ -172,35 +222,6 @@ class Index:
         out.trusted = out.trusted and (out.same_boot or out.closed)
         self._size = self._live = end
         return out
-
-    def _replay(self, data: bytes, out: Loaded) -> int:
-        view = memoryview(data)
-        at, boot, closed = self._size, b"", False
-        unpack, seed = framing.unpack_log, self._seed
-        while at < len(data):
-            try:
-                record = unpack(view[at:], seed)
-            except framing.FramingError as error:
-                out.reason = error.reason
-                break
-            at += record.total
-            out.records += 1
-            kind, key, value = record.kind, record.key, record.value
-            closed = kind == CLOSED
-            if kind == PUT:
-                out.entries[key] = unpack_figures(value)
-                out.dropped.pop(key, None)
-            elif kind == DROP:
-                out.entries.pop(key, None)
-                out.dropped[key] = int.from_bytes(value, "little")
-            elif kind == DIRTY and key in out.entries:
-                out.entries[key].flags &= ~CLEAN
-            elif kind == USED and key in out.entries:
-                out.entries[key].used = int.from_bytes(value, "little")
-            elif kind == OPENED:
-                boot = key
-        out.same_boot, out.closed = bool(boot) and boot == boot_id(), closed
-        return at
 
     def _create(self) -> None:
         self._fd, self._seed, self._size = self._fresh(self.path.with_suffix(".new"))

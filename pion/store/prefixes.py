@@ -157,7 +157,7 @@ class Prefixes:
         with store.lock:
             dropped = 0
             for ns in names:
-                entry = store.entries.get(layout.PREFIX + ns)
+                entry = store.find(layout.PREFIX + ns)
                 if entry is not None:
                     store.drop(entry, "dropped by KV.PREFIX.DROP")
                     dropped += 1
@@ -175,7 +175,7 @@ class Prefixes:
     def held(self, ns: bytes) -> bool:
         """Whether the K side is here, whatever is in it."""
         with self.store.lock:
-            entry = self.store.entries.get(layout.PREFIX + ns)
+            entry = self.store.find(layout.PREFIX + ns)
             return entry is not None and bool(entry.mask & 1)
 
     def why(self, ns: bytes) -> str:
@@ -275,7 +275,7 @@ class Prefixes:
                 table = membership.build(found[1])
                 self._tables.put(ns, table)
             else:
-                entry = self.store.entries.get(layout.PREFIX + ns)
+                entry = self.store.find(layout.PREFIX + ns)
                 if entry is not None:
                     self.store.touch(entry)
         return membership.probe(table, blob)

@@ -14,7 +14,7 @@ from pion._core import vstore
 from pion._core.stream import Extents
 from pion.errors import CommandError, MismatchError
 from pion.store import groups, layout, loader, reading, writes
-from pion.store.entries import Entry, SessionNotFoundError
+from pion.store.entries import DamagedError, Entry, SessionNotFoundError
 from pion.store.layout import UNDECLARED, Declared, Side
 from pion.store.reading import StoredRows
 from pion.store.store import Store
@@ -82,8 +82,11 @@ class Sessions:
 
     def _find(self, sid: bytes) -> tuple[Entry, int, Side]:
         key, side = locate(sid)
+        known = key in self.store.entries
         entry = self.store.get(key)
         about = entry.sides[side] if entry is not None else None
+        if entry is None and known:  # until now
+            raise DamagedError(f"ERR the stored entry is out of service: {self.store.ends.get(key, 'damaged')}")
         if entry is None or about is None:
             raise SessionNotFoundError
         return entry, side, about
@@ -91,7 +94,7 @@ class Sessions:
     def exists(self, sid: bytes) -> bool:
         """Whether the session is there. No use is noted."""
         key, side = locate(sid)
-        entry = self.store.entries.get(key)
+        entry = self.store.find(key)
         return entry is not None and bool(entry.mask & (1 << side))
 
     def create(self, sid: bytes, dim: int, fmt: int, layers: tuple[tuple[int, int], ...] = ()) -> int:
@@ -212,7 +215,7 @@ class Sessions:
         in a thread before it."""
         key, _ = locate(sid)
         with self.store.lock:
-            entry = self.store.entries.get(key)
+            entry = self.store.find(key)
             return entry is not None and loader.unchecked(entry)
 
     def prepare(self, sid: bytes) -> None:
@@ -223,7 +226,7 @@ class Sessions:
 
     def load(self, key: bytes) -> Entry | None:
         """Read an entry's headers, most of the time without holding the lock."""
-        entry = self.store.entries.get(key)
+        entry = self.store.find(key)
         if entry is not None:
             loader.warm(self.store, entry)
         with self.store.lock:

@@ -89,6 +89,7 @@ class Store:
         self.used: set[Entry] = set()  # whose clock the index does not know yet
         self.ends: OrderedDict[bytes, str] = OrderedDict()
         self.on_drop: Callable[[Entry], None] | None = None
+        self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
         self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
         self._open: OrderedDict[Entry, None] = OrderedDict()
@@ -97,12 +98,20 @@ class Store:
 
     # --- finding ----------------------------------------------------------------------------------------------------
 
-    def get(self, key: bytes) -> Entry | None:
-        """The entry, its file read; None when there is none (or it has just turned out to be damaged)."""
+    def find(self, key: bytes) -> Entry | None:
+        """The entry, whether its file has been read or not."""
         entry = self.entries.get(key)
-        if entry is None or entry.rows is not None:
-            return entry
-        return entry if loader.load(self, entry) else None
+        return self.finder(key) if entry is None and self.finder is not None else entry
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry, its file read and still what it was; None when there is none (or it has just turned out to be
+        damaged: `ends` then says so)."""
+        entry = self.find(key)
+        if entry is None:
+            return None
+        if entry.rows is None:
+            return entry if loader.load(self, entry) else None
+        return entry if loader.intact(self, entry) else None
 
     def touch(self, entry: Entry) -> None:
         """Note a use. Ancestors are refreshed after their descendant, so that of a lineage the leaf is oldest."""
@@ -131,6 +140,11 @@ class Store:
             entry.ref = FdRef(self.with_descriptor(lambda: self.files.open(entry.path)))
             self.opened(entry)
         return entry.ref
+
+    def watch(self) -> None:
+        """Take entries out of service whose file failed while a reply was sent. The lock is held."""
+        for entry in [entry for entry in self._open if entry.ref is not None and entry.ref.failed]:
+            loader.intact(self, entry)
 
     def with_descriptor(self, make: Callable[[], T]) -> T:
         """Call something that opens a file. When there are no descriptors left, half of ours are given back first.

@@ -107,12 +107,13 @@ def test_redis_conf(tmp_path: Path) -> None:
     path = tmp_path / "redis.conf"
     path.write_text(
         '# a comment\nport 7000\nbind 127.0.0.1 ::1\nrequirepass "a b"\nmaxmemory 100mb\nappendonly no\nsave ""\n'
-        "maxclients 50\nmaxmemory-policy noeviction\ndir /data\nkvcache yes\nmax-sessions 256\n"
+        "maxclients 50\nmaxmemory-policy Volatile-TTL\ndir /data\nkvcache yes\nmax-sessions 256\n"
     )
     options = parse_args([str(path), "--port", "7001"], {})
     assert (options.port, options.bind, options.requirepass) == (7001, ("127.0.0.1", "::1"), "a b")
     assert (options.maxmemory, options.appendonly, options.maxclients) == (100 << 20, False, 50)
     assert (options.dir, options.kvcache, options.max_sessions) == ("/data", True, 256)
+    assert options.maxmemory_policy == "volatile-ttl"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,10 @@ def test_redis_conf(tmp_path: Path) -> None:
     [
         ("maxmemry 1", "unknown directive 'maxmemry' (did you mean maxmemory?)"),
         ("save 900 1", "'save 900 1' is not in this version (only '')"),
-        ("maxmemory-policy allkeys-lru", "is not in this version (only 'noeviction')"),
+        (
+            "maxmemory-policy allkeys-lfu",
+            "argument(s) must be one of the following: noeviction, allkeys-lru, volatile-lru, volatile-ttl",
+        ),
         ('requirepass "open', "unbalanced quotes"),
         ("port", "'port' requires a value"),
         ("port x", "invalid port: x"),
@@ -179,9 +183,11 @@ def test_config_names() -> None:
 def test_config_set() -> None:
     options = Options()
     assert options.parse_parameter("maxmemory", "1kb") == ("maxmemory", 1024)
+    assert options.parse_parameter("maxmemory-policy", "ALLKEYS-LRU") == ("maxmemory_policy", "allkeys-lru")
     assert options.parse_parameter("appendonly", "yes") == ("", None)
     assert options.parse_parameter("save", "") == ("", None)
-    for name, text in (("port", "1"), ("save", "900 1"), ("maxmemory", "x"), ("appendonly", "no")):
+    refused = ("port", "1"), ("save", "900 1"), ("maxmemory", "x"), ("appendonly", "no"), ("maxmemory-policy", "random")
+    for name, text in refused:
         with pytest.raises(ValueError):
             options.parse_parameter(name, text)
     with pytest.raises(KeyError):

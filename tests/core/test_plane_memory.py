@@ -111,14 +111,15 @@ def test_an_object_is_replaced_and_deleted_without_python(rig):
 
 @pytest.mark.parametrize("flag", ["fast", "fast_enabled", "oom"])
 def test_the_fast_path_rule(rig, flag):
-    plane, _ = rig
+    plane, commands = rig
     conn = open_conn(plane)
     if flag == "fast":
         conn.fast = False
     elif flag == "fast_enabled":
         plane.fast_enabled = False
     else:
-        plane.oom = True
+        commands.keyspace.set(0, b"k", b"v")
+        commands.keyspace.bound(1)
     assert ask(plane, conn, "SET", "a", "1") == b"-ERR slow SET\r\n"
     assert ask(plane, conn, "PING") == (b"+PONG\r\n" if flag == "oom" else b"-ERR slow PING\r\n")
     assert ask(plane, conn, "SET", "a", "x" * 100_000) == b"-ERR slow SET\r\n"
