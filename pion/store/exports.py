@@ -32,6 +32,7 @@ from pion._core.stream import Extents
 from pion.errors import CommandError, StorageError
 from pion.store import reading
 from pion.store.entries import Entry
+from pion.store.files import EXPORT
 from pion.store.layout import Side
 from pion.store.sessions import Sessions
 from pion.store.store import Store
@@ -39,7 +40,6 @@ from pion.store.store import Store
 log = logging.getLogger("pion.store")
 
 VARIABLE: Final = "PION_EXPORT_DIR"  # of the original
-NAME: Final = "export"  # below a data directory
 _PREFIX: Final = "pion-export-"
 _SUFFIX: Final = ".safetensors"
 _PIECE: Final = 4 * limits.MIB  # of FP32: what is in memory at a time
@@ -280,7 +280,7 @@ def _base(root: Path | None) -> Path:
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given).absolute()
-    return root.absolute() / NAME if root is not None else Path(tempfile.gettempdir()).absolute()
+    return root.absolute() / EXPORT if root is not None else Path(tempfile.gettempdir()).absolute()
 
 
 class _Folder:
