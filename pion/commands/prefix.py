@@ -298,7 +298,8 @@ def _relative_path(raw: bytes) -> str:
 )  # fmt: skip
 async def commit(ctx: Context, argv: list[bytes]) -> Any:
     """Survives power loss once it answered."""
-    await ctx.in_thread(kv.engine(ctx, hint=False).commit)
+    kv.engine(ctx, hint=False)
+    await ctx.server.commit(ctx)
     return OK
 
 

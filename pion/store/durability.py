@@ -261,16 +261,21 @@ class Upkeep:
         with store.lock:
             idx.begin_rewrite()
             entries = list(store.entries.values())
-        for i in range(0, len(entries), _SLICE):
+        try:
+            for i in range(0, len(entries), _SLICE):
+                with store.lock:
+                    idx.rewrite(
+                        (entry.key, entry.figures(clean=not entry.dirty))
+                        for entry in entries[i : i + _SLICE]
+                        if not entry.gone
+                    )
             with store.lock:
-                idx.rewrite(
-                    (entry.key, entry.figures(clean=not entry.dirty))
-                    for entry in entries[i : i + _SLICE]
-                    if not entry.gone
-                )
-        with store.lock:
-            flush = idx.to_flush()
-        flush.run()  # the bulk of it, without the lock
+                flush = store.with_descriptor(idx.rewritten)
+            flush.run()  # the bulk of it, without the lock
+        except OSError:
+            with store.lock:
+                idx.cancel_rewrite()
+            raise
         with store.lock:
             idx.end_rewrite(closed=closed)
 

@@ -178,6 +178,7 @@ class Index:
         self._size = 0
         self._live = 0  # size right after the last rewrite
         self._moved = False  # renamed into place since the directory was last flushed
+        self._unflushed = True  # records were written since the last `to_flush`
         self._next: tuple[int, int] | None = None  # descriptor and seed of the file a running rewrite makes
 
     def load(self, keep_tail: Callable[[int, int, int], str], move_aside: Callable[[], str]) -> Loaded:
@@ -271,6 +272,7 @@ class Index:
     def _write(self, fd: int, data: bytes) -> None:
         """At the end; a failed write is taken back."""
         at = self._size if fd == self._fd else os.lseek(fd, 0, os.SEEK_END)
+        self._unflushed = True
         try:
             written = os.pwrite(fd, data, at)
             if written != len(data):
@@ -310,6 +312,11 @@ class Index:
         fd, seed = self._next
         self._write(fd, b"".join(framing.pack_log(PUT, 0, key, figures.pack(), 0, seed) for key, figures in entries))
 
+    def rewritten(self) -> Flush:
+        """The new file, to be flushed without the lock before `end_rewrite`; if that fails, nothing depends on it."""
+        assert self._next is not None
+        return Flush([os.dup(self._next[0])], None)
+
     def end_rewrite(self, *, closed: bool = False) -> None:
         """Put the new file, which `flush` has made durable as far as that was promised, in the place of the old one.
 
@@ -340,7 +347,12 @@ class Index:
             self.path.with_suffix(".new").unlink(missing_ok=True)
 
     def to_flush(self) -> Flush:
-        """What a commit has to make durable; taken with the lock, flushed without it."""
+        """What a commit has to make durable; taken with the lock, flushed without it.
+
+        Nothing, when no record was written since the last call. A caller whose flush fails calls nothing durable again.
+        """
+        if not (self._unflushed or self._moved):
+            return Flush([], None)
         copies: list[int] = []
         try:
             for _, fd in self._targets():
@@ -349,7 +361,7 @@ class Index:
             for fd in copies:
                 os.close(fd)
             raise
-        moved, self._moved = self._moved, False
+        moved, self._moved, self._unflushed = self._moved, False, False
         return Flush(copies, self._root if moved else None)
 
     def close(self) -> None:

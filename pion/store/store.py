@@ -213,6 +213,8 @@ class Store:
         sessions = entry.side_count or 1
         self.make_slots(sessions - (over.side_count if over else 0), over, entries=0 if over else 1)
         self.make_room(BLOCK, over)
+        if over is not None:
+            self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
         head = layout.file_header(key, entry.generation)
         data = head + loader.meta_record(entry, len(head)) + records
         try:
@@ -228,8 +230,10 @@ class Store:
             try:
                 self.index.put(key, entry.figures(clean=False))
             except OSError as error:
-                self.files.discard(entry.path, entry.generation)
-                raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
+                if over is None:
+                    self.files.discard(entry.path, entry.generation)
+                    raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
+                log.warning("entry %r: its file was replaced, the index still has the old figures", entry.name)
         self.insert(entry)
         self.opened(entry)
         self.wrote(entry, len(data))
