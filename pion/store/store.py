@@ -270,6 +270,7 @@ class Store:
     def wrote(self, entry: Entry, nbytes: int) -> None:
         """Bytes of records have reached the page cache and are not on the medium yet."""
         entry.unsynced += nbytes
+        entry.changes += 1
         entry.quiet = 0
         self.totals.unsynced += nbytes
         self.unsynced.add(entry)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pion._core import framing
 from pion.store import index, layout
-from pion.store.files import LOCK, QUARANTINE, TRASH, open_regular
+from pion.store.files import EXPORT, LOCK, QUARANTINE, TRASH, open_regular
 from pion.tools import entryfile, keyspacefiles
 from pion.tools.entryfile import EntryFile
 from pion.tools.findings import WHY, Finding, Progress
@@ -259,12 +259,12 @@ class _Check:
             path = self.root / name
             if ".cut." in name or ".unused" in name:
                 found(name, None, "set aside by an earlier start", problem=False)
-            elif name in (LOCK, index.NAME, "kv", "blob") or name.startswith(("pion.wal.", "pion.snapshot.")):
+            elif name in (LOCK, index.NAME, "kv", "blob", EXPORT) or name.startswith(("pion.wal.", "pion.snapshot.")):
                 if name == index.NAME or name.startswith("pion.wal."):
                     self._writable(name)
                 if name.endswith(".tmp"):
                     found(name, None, "an unfinished snapshot; the next start removes it", problem=False)
-                elif name in ("kv", "blob") and not path.is_dir():
+                elif name in ("kv", "blob", EXPORT) and not path.is_dir():
                     found(name, None, "is no directory")
             elif name == QUARANTINE and path.is_dir():
                 kept = len(os.listdir(path))
