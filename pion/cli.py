@@ -15,17 +15,24 @@ from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
-_COMMANDS = ("server", "demo", "inspect", "check", "top", "bench", "import")
-_TOOLS = {"check": "pion.tools.check", "inspect": "pion.tools.show"}  # they need no server, and load none
+_COMMANDS = ("server", "demo", "inspect", "check", "export", "import", "top", "bench")
+_TOOLS = {  # they need no server of their own, and load none
+    "check": "pion.tools.check:main",
+    "inspect": "pion.tools.show:main",
+    "export": "pion.tools.portability:export_main",
+    "import": "pion.tools.portability:import_main",
+}
 
 _USAGE = """usage: pion <command> [arguments]
 
   server   the server; the same as pion-server
   check    compare every record of a data directory with its checksum
   inspect  print what is in a file of a data directory
+  export   write a stored prefix to a file: mlx-lm's prompt cache, or the entry as it is
+  import   store the prefix that is in such a file
   demo     cold, warm and after a kill: a real model on a stored prefix
 
-top, bench and import come with later versions."""
+top and bench come with later versions."""
 
 
 def server_main(argv: Sequence[str] | None = None) -> int:
@@ -131,8 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tool(command: str, rest: Sequence[str]) -> int:
+    module, _, function = _TOOLS[command].partition(":")
     try:
-        status = int(importlib.import_module(_TOOLS[command]).main(rest))
+        status = int(getattr(importlib.import_module(module), function)(rest))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

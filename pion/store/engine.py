@@ -26,6 +26,7 @@ from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import Entry
+from pion.store.exports import Exports
 from pion.store.files import DiskFiles, Files, MemoryFiles
 from pion.store.index import Index
 from pion.store.keyspace import KeyspaceStore
@@ -113,6 +114,7 @@ class Engine(SessionMethods, PrefixMethods):
         self._sessions = Sessions(self._store)
         self._prefixes = Prefixes(self._store, self.ledger, self._tables)
         self._states = States(self._store)
+        self._exports = Exports(self._store, self._sessions, self.root)
         self._store.on_drop = self._dropped
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -197,6 +199,7 @@ class Engine(SessionMethods, PrefixMethods):
         for thread in self._threads:
             thread.join()
         self._upkeep.stop()
+        self._exports.close()
         try:
             self._end()
         finally:
@@ -236,6 +239,7 @@ class Engine(SessionMethods, PrefixMethods):
     def fsync_tick(self) -> None:
         """Once a second: flush (appendfsync everysec), seal and compact quiet entries. Does not wait for any of it."""
         self._upkeep.tick()
+        self._exports.sweep()
 
     # --- durability -------------------------------------------------------------------------------------------------
 

@@ -65,13 +65,14 @@ class Entry:
         quiet: ticks without a write.
         slots: session numbers by side, given out on demand.
         prefill_ms: as registered in this process.
+        changes: records written, or found damaged, in this process.
         gone: dropped; the object may still be in somebody's hands.
     """
 
     __slots__ = (
-        "_meta", "_path", "base", "blocks", "compacting", "declared", "dirty", "generation", "gone", "has_states",
-        "key", "key_rows", "mask", "nbytes", "open", "prefill_ms", "quiet", "ref", "row_count", "rows", "seed", "sides",
-        "size", "slots", "snapshots", "states", "synced", "unsynced", "used", "writers",
+        "_meta", "_path", "base", "blocks", "changes", "compacting", "declared", "dirty", "generation", "gone",
+        "has_states", "key", "key_rows", "mask", "nbytes", "open", "prefill_ms", "quiet", "ref", "row_count", "rows",
+        "seed", "sides", "size", "slots", "snapshots", "states", "synced", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
@@ -103,6 +104,7 @@ class Entry:
         self.slots: list[int | None] | None = None
         self.prefill_ms = 0
         self.snapshots: dict[int, list[int]] | None = None
+        self.changes = 0
         self.gone = False
         self._meta = b""
 

@@ -28,6 +28,7 @@ log = logging.getLogger("pion.store")
 LOCK: Final = "pion.lock"
 TRASH: Final = "kv/trash"
 QUARANTINE: Final = "quarantine"
+EXPORT: Final = "export"  # exports.py
 TAIL_KEPT: Final = 16 * limits.MIB  # of a cut-off tail
 
 

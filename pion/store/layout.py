@@ -5,6 +5,7 @@
 <dir>/pion.index                      what entries there are (index.py)
 <dir>/kv/<tenant>/<xx>/<hash>.pion    one entry: records of framing.h, append-only
 <dir>/kv/trash/                       dropped entries on their way out; emptied at start
+<dir>/export/                         files of V.EXPORT (exports.py); emptied at start and end
 <dir>/quarantine/                     damaged entries and cut-off tails, kept for a person to look at
 ```
 """

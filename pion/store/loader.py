@@ -166,6 +166,7 @@ def _read(store: Store, entry: Entry) -> None:
     rows.lost(collect.sized)
     known = entry.size
     entry.rows, entry.ref = rows, ref
+    entry.changes += 1
     entry.size = entry.base = framing.align_up(stop)
     entry.recount()
     store.opened(entry)

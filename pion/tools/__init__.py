@@ -1,4 +1,9 @@
-"""The offline commands: `pion check DIR` verifies a data directory, `pion inspect FILE` prints one file of it.
+"""The commands of `pion` that work on stored data.
 
-Both only read. They know the files through the same compiled readers as the server, and need neither numpy nor mlx.
+``check``        `pion check DIR` verifies a data directory
+``show``         `pion inspect FILE` prints one file of it
+``portability``  `pion export` and `pion import`: a prefix to a file and back
+
+The first two only read; they know the files through the same compiled readers as the server, and need neither numpy nor
+mlx.
 """
