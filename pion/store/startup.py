@@ -125,11 +125,14 @@ def _fits(files: DiskFiles, found: Found, max_sessions: int, max_bytes: int | No
     return 2 * count <= max_sessions and (max_bytes is None or found.nbytes <= max_bytes)
 
 
-def list_directory(store: Store, files: DiskFiles, found: Found) -> None:
-    """Take in entry files the index does not know, report what is none, remove unfinished ones."""
+def list_directory(store: Store, files: DiskFiles, found: Found, flushes: int = 0) -> None:
+    """Take in entry files the index does not know, report what is none, remove unfinished ones.
+
+    Args:
+        flushes: how many there had been when what is in the directory was stored.
+    """
     with store.lock:
         known = {entry.path: entry for entry in store.entries.values()}
-        flushes = store.flushes
     foreign: list[str] = []
     for path in files.entry_files():
         if path in known:

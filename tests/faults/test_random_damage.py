@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pion.store import index
@@ -53,25 +53,24 @@ def _damage_and_start(
         shutil.rmtree(root)
 
 
-fixtures = HealthCheck.function_scoped_fixture
+Templates = dict[str, tuple[Path, Model]]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[fixtures])
-@given(what=changes)
-def test_random_damage(
-    templates: dict[str, tuple[Path, Model]], caplog: pytest.LogCaptureFixture,
-    what: list[tuple[int, int, float, int, bytes]],
-) -> None:  # fmt: skip
-    _damage_and_start(templates["killed"], caplog, what)
+def _run(examples: int, template: tuple[Path, Model], caplog: pytest.LogCaptureFixture) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(what=changes)
+    def run(what: list[tuple[int, int, float, int, bytes]]) -> None:
+        _damage_and_start(template, caplog, what)
+
+    run()
+
+
+def test_random_damage(templates: Templates, caplog: pytest.LogCaptureFixture) -> None:
+    _run(30, templates["killed"], caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["killed", "closed"])
-@settings(max_examples=1000, deadline=None, suppress_health_check=[fixtures])
-@given(what=changes)
-def test_much_random_damage(
-    templates: dict[str, tuple[Path, Model]], caplog: pytest.LogCaptureFixture, name: str,
-    what: list[tuple[int, int, float, int, bytes]],
-) -> None:  # fmt: skip
-    _damage_and_start(templates[name], caplog, what)
+def test_much_random_damage(templates: Templates, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    _run(1000, templates[name], caplog)
