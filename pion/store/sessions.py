@@ -91,7 +91,7 @@ class Sessions:
     def exists(self, sid: bytes) -> bool:
         """Whether the session is there. No use is noted."""
         key, side = locate(sid)
-        entry = self.store.entries.get(key)
+        entry = self.store.peek(key)
         return entry is not None and bool(entry.mask & (1 << side))
 
     def create(self, sid: bytes, dim: int, fmt: int, layers: tuple[tuple[int, int], ...] = ()) -> int:
@@ -212,7 +212,7 @@ class Sessions:
         in a thread before it."""
         key, _ = locate(sid)
         with self.store.lock:
-            entry = self.store.entries.get(key)
+            entry = self.store.peek(key)
             return entry is not None and loader.unchecked(entry)
 
     def prepare(self, sid: bytes) -> None:
@@ -223,7 +223,7 @@ class Sessions:
 
     def load(self, key: bytes) -> Entry | None:
         """Read an entry's headers, most of the time without holding the lock."""
-        entry = self.store.entries.get(key)
+        entry = self.store.peek(key)
         if entry is not None:
             loader.warm(self.store, entry)
         with self.store.lock:

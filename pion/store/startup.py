@@ -42,7 +42,7 @@ class Found:
 
 
 def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, index.Loaded]:
-    """Read the index, then what it does not vouch for, and bring everything under the caps."""
+    """Read the index, then what it does not vouch for, and drop what has expired meanwhile."""
     found = Found()
     with _no_collection():
         known = idx.load(lambda fd, start, end: files.keep_tail(index.NAME, fd, start, end))
@@ -64,7 +64,7 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index) -> tuple[Found, i
     for entry in [entry for entry in store.entries.values() if entry.dirty]:
         found.replayed += 1
         loader.load(store, entry, thorough=store.power_cut)
-    store.enforce()
+    store.expire(store.now_ms())
     return found, known
 
 
@@ -132,6 +132,7 @@ def _compare_size(store: Store, files: DiskFiles, entry: Entry) -> None:
             size = -1
         if framing.align_up(max(size, 0)) != entry.size:
             loader.load(store, entry)
+            store.enforce()
 
 
 def _remove_unfinished(files: DiskFiles, path: str) -> None:
@@ -171,10 +172,12 @@ def _adopt(store: Store, files: DiskFiles, path: str, flushes: int) -> bool:
             return True
         entry = Entry(key, header.generation)
         entry.size = os.stat(files.root / path).st_size
+        entry.used = 1  # nobody knows: the first to go
         store.insert(entry)
-        store.entries.move_to_end(key, last=False)
         if loader.load(store, entry) and store.index is not None:
             store.index.put(key, entry.figures(clean=False))
+        store.order.from_files()
+        store.enforce()
         return True
 
 
