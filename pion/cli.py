@@ -15,14 +15,24 @@ from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
-_COMMANDS = ("server", "demo", "inspect", "check", "top", "bench", "import")
+_COMMANDS = ("server", "demo", "inspect", "check", "export", "import", "top", "bench")
+_TOOLS = {  # they need no server of their own, and load none
+    "check": "pion.tools.check:main",
+    "inspect": "pion.tools.show:main",
+    "export": "pion.tools.portability:export_main",
+    "import": "pion.tools.portability:import_main",
+}
 
 _USAGE = """usage: pion <command> [arguments]
 
   server   the server; the same as pion-server
+  check    compare every record of a data directory with its checksum
+  inspect  print what is in a file of a data directory
+  export   write a stored prefix to a file: mlx-lm's prompt cache, or the entry as it is
+  import   store the prefix that is in such a file
   demo     cold, warm and after a kill: a real model on a stored prefix
 
-inspect, check, top and bench come with later versions."""
+top and bench come with later versions."""
 
 
 def server_main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "server":
         return server_main(rest)
+    if command in _TOOLS:
+        return _tool(command, rest)
     if command == "demo" and importlib.util.find_spec("pion.demo.runner") is not None:
         demo = importlib.import_module("pion.demo")
         return int(demo.main(rest))
@@ -123,6 +135,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"pion: unknown command '{command}'\n{_USAGE}", file=sys.stderr)
     return 2
+
+
+def _tool(command: str, rest: Sequence[str]) -> int:
+    module, _, function = _TOOLS[command].partition(":")
+    try:
+        status = int(getattr(importlib.import_module(module), function)(rest))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
 
 
 if __name__ == "__main__":

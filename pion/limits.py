@@ -58,6 +58,10 @@ DEFAULT_MAX_SESSIONS: Final = 65_536
 DEFAULT_MAX_BYTES_SHARE: Final = 0.8  # of the free disk at start
 COMPACT_EXTENTS: Final = 64  # per layer and side
 COMPACT_DEAD_SHARE: Final = 0.25
+EXPORT_BYTES: Final = 8 * GIB  # of all files of V.EXPORT; and a share of --max-bytes, beside which they stand
+EXPORT_SHARE: Final = 4
+EXPORT_FILES: Final = 64
+EXPORT_UNUSED: Final = 600.0  # seconds after which a file that nobody asks for is deleted
 
 # --- formats: the code is a byte on disk and never changes ---------------------------------------------------------
 FORMATS: Final[dict[str, int]] = {

@@ -31,12 +31,12 @@ USES: dict[str, tuple[str, ...]] = {
     "serve": ("client",),
 }
 # These stand above all others: they may use everything, and no layer may use them.
-TOP = ("cli", "demo", "testing", "__main__")
+TOP = ("cli", "tools", "demo", "testing", "__main__")
 
 # External packages that belong to some layers only. "inside" = in function bodies, anywhere.
 TRIO = ("net", "serve", "client.async_", "client.async_pool", "testing", "cli")
 LAZY = ("mlx", "mlx_lm")
-NUMPY_FREE = ("errors", "limits", "_core", "wire", "store", "commands", "auth", "net", "config", "cli")
+NUMPY_FREE = ("errors", "limits", "_core", "wire", "store", "commands", "auth", "net", "config", "cli", "tools")
 
 
 def reach(layer: str) -> set[str]:

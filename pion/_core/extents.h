@@ -323,6 +323,14 @@ static inline ssize_t stream__sendfile(int sock, int fd, int64_t offset, size_t 
 #endif
 }
 
+/* Reading failed: whoever asks for the files again is to know. Returns rc. */
+static inline ssize_t extents__failed(const extents *e, ssize_t rc) {
+    for (int i = 0; i < e->nseg; i++)
+        if (e->seg[i].ref)
+            atomic_store_explicit(&e->seg[i].ref->failed, rc == STREAM_SHORT ? EIO : (int)-rc, memory_order_relaxed);
+    return rc;
+}
+
 /* Send up to max bytes at `at` to a non-blocking socket. >0 bytes sent, STREAM_AGAIN, or <0: -errno, STREAM_SHORT. */
 static inline ssize_t extents_send(const extents *e, extents_at *at, int sock, size_t max, scratch *s) {
     ssize_t sent;
@@ -342,17 +350,19 @@ static inline ssize_t extents_send(const extents *e, extents_at *at, int sock, s
         if (seg->ref && left >= STREAM_SENDFILE_MIN) {
             do sent = stream__sendfile(sock, seg->ref->fd, seg->offset + (int64_t)inside, left);
             while (sent < 0 && errno == EINTR);
-            if (sent == 0) return STREAM_SHORT;      /* only a truncated file answers 0 here */
+            if (sent == 0) return extents__failed(e, STREAM_SHORT);      /* only a truncated file answers 0 here */
             if (sent > 0) {
                 at->out += (uint64_t)sent;
                 return sent;
             }
+            if (errno == EIO) return extents__failed(e, -EIO);
             if (errno != EINVAL && errno != ENOSYS)  /* a file system without sendfile: read and send */
                 return errno == EAGAIN || errno == EWOULDBLOCK ? STREAM_AGAIN : -errno;
         }
     }
     const char *p = NULL;
     ssize_t n = extents_window(e, at, s, max, 0, &p);
+    if (n == STREAM_SHORT || n == -EIO) return extents__failed(e, n);
     if (n <= 0) return n;
     do sent = send(sock, p, (size_t)n, MSG_DONTWAIT | STREAM_NOSIGNAL);
     while (sent < 0 && errno == EINTR);

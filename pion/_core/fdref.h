@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "jobs.h"
@@ -22,6 +23,7 @@ typedef struct fdref {
     job closing;     /* first member: the closer gets the fdref from its job */
     jobs *closer;    /* NULL: the last reference closes in its own thread */
     _Atomic int refs;
+    _Atomic int failed; /* errno of a read that did not give what should be there */
     int fd;
 } fdref;
 
@@ -51,6 +53,19 @@ static inline void fdref_unref(fdref *ref) {
     if (!ref || atomic_fetch_sub_explicit(&ref->refs, 1, memory_order_acq_rel) != 1) return;
     if (ref->closer) jobs_submit(ref->closer, &ref->closing);
     else fdref__close(&ref->closing, NULL);
+}
+
+/* What became of a file that should be a regular one with at least `least` bytes and a name: 0, or FDREF_SHORT,
+ * FDREF_UNLINKED, or the errno of a read that failed. */
+enum { FDREF_SHORT = -1, FDREF_UNLINKED = -2 };
+
+static inline int fdref_state(const fdref *ref, uint64_t least) {
+    struct stat info;
+    const int failed = atomic_load_explicit(&((fdref *)(uintptr_t)ref)->failed, memory_order_relaxed);
+    if (failed) return failed;
+    if (fstat(ref->fd, &info)) return errno;
+    if (info.st_nlink == 0) return FDREF_UNLINKED;
+    return (uint64_t)info.st_size < least ? FDREF_SHORT : 0;
 }
 
 static inline int fdref_refs(fdref *ref) { return atomic_load_explicit(&ref->refs, memory_order_acquire); }

@@ -141,7 +141,15 @@ cdef class Keyspace:
             _raise(rc)
         reason = "wrong content" if rc == -EILSEQ else os.strerror(-rc)
         key = e.key[:e.klen]
-        log.error("database %d, key %r: the file of its value is lost (%s); the key is gone", e.db, key, reason)
+        name = f"{kval_blob(e.v):016x}"
+        log.error("database %d, key %r: the file of its value, blob/%s, is lost (%s); the key is gone", e.db, key, name,
+                  reason)
+        if rc == -EILSEQ:  # for a person to look at
+            try:
+                os.rename(name, f"../blob.{name}.unused", src_dir_fd=self.k.log.blob_fd,
+                          dst_dir_fd=self.k.log.blob_fd)
+            except OSError as error:
+                log.error("blob/%s could not be moved aside: %s", name, error.strerror)
         self.lost += 1
         ks_delete(self.k, e)
         return NULL

@@ -25,6 +25,7 @@ cdef class Loader:
     cdef readonly set ghosts
     cdef set objects
     cdef readonly dict damaged
+    cdef readonly dict lost_files
     cdef kent *entry(self, int db, const char *key, uint32_t klen)
     cdef bint whole(self, _Window window, uint64_t offset, uint64_t nbytes, uint32_t seed) except -1
     cdef int apply_one(self, fr_log *r) except -1

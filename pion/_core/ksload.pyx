@@ -8,6 +8,7 @@ while the log was written may lack fields that were there: `Loader.finish` delet
 """
 
 import os
+import stat as _stat
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.ref cimport Py_INCREF, PyObject
@@ -22,7 +23,7 @@ from pion._core.framing cimport (
 )
 from pion._core.keyspace cimport *
 
-__all__ = ["Loaded", "Loader", "ghost_of", "place", "read_ghost", "resync_log"]
+__all__ = ["Loaded", "Loader", "file_of", "ghost_of", "place", "read_ghost", "resync_log"]
 
 cdef enum:
     WINDOW = 4 << 20
@@ -117,6 +118,7 @@ cdef class Loader:
     Attributes:
         ghosts: (db, key) of large values; after `finish` of those that are there and not loaded yet.
         damaged: {(db, key): reason} of values whose file is missing or of another size; filled by `finish`.
+        lost_files: {(db, key): name} of the files of those values.
     """
 
     def __init__(self, Keyspace keyspace, codec, int blob_fd=-1):
@@ -128,6 +130,7 @@ cdef class Loader:
         self.ghosts = set()
         self.objects = set()
         self.damaged = {}
+        self.lost_files = {}
 
     def load(self, int fd, uint64_t offset, uint64_t end, uint32_t seed, *, bint apply=True) -> Loaded:
         """Read records from `offset` to `end`, or to the first that is not whole; with `apply=False` only look."""
@@ -260,6 +263,7 @@ cdef class Loader:
             ks_account(k, e, kent_own_bytes(e.klen) + kval_bytes(v))
             return 0
         self.damaged[(db, key)] = "wrong content" if rc == -EILSEQ else os.strerror(-rc)
+        self.lost_files[(db, key)] = f"{kval_blob(v):016x}"
         zeros = kval_new(k.pool, v.len)
         if zeros == NULL:
             raise MemoryError
@@ -288,15 +292,19 @@ cdef class Loader:
             if e == NULL or e.type != KS_STRING or not e.v.flags & KV_GHOST:
                 continue
             expected = BLOB_HEAD + <Py_ssize_t>e.v.len
+            name = f"{kval_blob(e.v):016x}"
             try:
-                found = os.stat(f"{kval_blob(e.v):016x}", dir_fd=self.blob_fd).st_size
-                reason = f"{found} bytes instead of {expected}"
+                info = os.stat(name, dir_fd=self.blob_fd, follow_symlinks=False)
+                found = info.st_size if _stat.S_ISREG(info.st_mode) else -1
+                # more is no harm: what stands behind is not read
+                reason = f"{found} bytes instead of {expected}" if found >= 0 else "no regular file"
             except OSError as error:
                 found, reason = -1, error.strerror
-            if found == expected:
+            if found >= expected:
                 waiting.add((db, key))
             else:
                 self.damaged[(db, key)] = reason
+                self.lost_files[(db, key)] = name
                 ks_remove(k, e)
         for db, key in self.objects:
             e = self.entry(db, key, len(key))
@@ -323,6 +331,11 @@ def ghost_of(Keyspace keyspace, int db, bytes key) -> Value | None:
     if out.v == NULL:
         raise MemoryError
     return out
+
+
+def file_of(Value value) -> str:
+    """The name, in the directory of large values, of the file that a value of `ghost_of` stands in."""
+    return f"{kval_blob(value.v):016x}"
 
 
 def read_ghost(int blob_fd, Value value) -> bool:

@@ -45,6 +45,7 @@ enum { KS_SYNC_NO = 0, KS_SYNC_EVERYSEC = 1, KS_SYNC_ALWAYS = 2 };
 #define KS_LOG_BY_REF ((size_t)16 << 10)    /* values from here on are written from where they are */
 #define KS_LOG_SPILL ((size_t)16 << 20)     /* pending bytes that are written before the batch ends */
 #define KS_BLOB_TYPE 0x424f4c42u            /* "BLOB" */
+#define KS_BLOB_VERSION 1
 #define KS_BLOB_KIND 2
 
 struct klog_piece {
@@ -429,7 +430,7 @@ static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size
     h.kind = FR_KIND_FILE;
     h.state = FR_VALID;
     h.aux = KS_BLOB_TYPE;
-    h.start = 1;
+    h.start = KS_BLOB_VERSION;
     h.token = blob;
     h.header_len = FR_HEADER;
     fr_encode(head, &h, NULL, 0);
@@ -469,7 +470,8 @@ static inline int ks_blob_read(int dirfd, kval *v) {
     ssize_t got = fr_pread(fd, head, sizeof head, 0);
     if (got < 0) rc = -errno;
     if (got == (ssize_t)sizeof head && fr_decode(head, FR_HEADER, 0, &file) == FR_OK && file.token == b->blob &&
-        file.aux == KS_BLOB_TYPE && fr_decode(head + FR_HEADER, FR_HEADER, seed, &h) == FR_OK &&
+        file.aux == KS_BLOB_TYPE && file.start == KS_BLOB_VERSION &&
+        fr_decode(head + FR_HEADER, FR_HEADER, seed, &h) == FR_OK &&
         h.payload_len == v->len && h.payload_crc == b->crc) {
         data = (char *)kpool_take(b->pool, v->len, &alloc);
         got = data ? fr_pread(fd, data, v->len, sizeof head) : 0;

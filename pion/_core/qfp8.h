@@ -141,13 +141,50 @@ static inline void q_fp8_values(const uint8_t *restrict codes, uint8_t *restrict
         q_store32(dst + 4 * i, q_bits(q_within_half(scale * q_float(q_e4m3_to(codes[i])))));
 }
 
-Q_CLONES static void q_fp8_row_to_fp32(const uint8_t *row, uint8_t *dst, size_t dim) {
-    const uint8_t *scales = row + dim;
+#if defined(__x86_64__)
+/* Whole groups. A code's bits in their place in an fp16 mean 2^-8 of the code; F16C widens those, subnormals too. */
+__attribute__((target("avx2,f16c"))) static void q_fp8_values_avx2(const uint8_t *codes, const uint8_t *scales,
+                                                                   uint8_t *dst, size_t groups) {
+    const __m256i place = _mm256_set1_epi16((short)0xbf80), magnitude = _mm256_set1_epi16(0x3f80);
+    const __m256i nan = _mm256_set1_epi16(0x7e00);
+    const __m256 top = _mm256_set1_ps(65504.0f), bottom = _mm256_set1_ps(-65504.0f);
+    for (size_t g = 0; g < groups; g++, scales += 2) {
+        const __m256 scale = _mm256_set1_ps(q_float(q_half_to(q_load16(scales))) * 256.0f);
+        for (int i = 0; i < 2; i++, codes += 16, dst += 64) {
+            __m256i word = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)codes));
+            word = _mm256_and_si256(_mm256_slli_epi16(word, 7), place); /* the sign was extended into bit 15 */
+            __m256i none = _mm256_cmpeq_epi16(_mm256_and_si256(word, magnitude), magnitude);
+            word = _mm256_or_si256(word, _mm256_and_si256(none, nan));
+            __m256 low = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(word)), scale);
+            __m256 high = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(word, 1)), scale);
+            low = _mm256_max_ps(bottom, _mm256_min_ps(top, low)); /* the second operand where one is a NaN */
+            high = _mm256_max_ps(bottom, _mm256_min_ps(top, high));
+            _mm256_storeu_ps((float *)(void *)dst, low);
+            _mm256_storeu_ps((float *)(void *)(dst + 32), high);
+        }
+    }
+}
+#endif
+
+Q_CLONES static void q_fp8_groups_to_fp32(const uint8_t *codes, const uint8_t *scales, uint8_t *dst, size_t n) {
     size_t start = 0;
-    for (; start + Q_GROUP <= dim; start += Q_GROUP)
-        q_fp8_values(row + start, dst + 4 * start, Q_GROUP, q_float(q_half_to(q_load16(scales + start / 16))));
-    if (start < dim)
-        q_fp8_values(row + start, dst + 4 * start, dim - start, q_float(q_half_to(q_load16(scales + start / 16))));
+    for (; start + Q_GROUP <= n; start += Q_GROUP)
+        q_fp8_values(codes + start, dst + 4 * start, Q_GROUP, q_float(q_half_to(q_load16(scales + start / 16))));
+    if (start < n)
+        q_fp8_values(codes + start, dst + 4 * start, n - start, q_float(q_half_to(q_load16(scales + start / 16))));
+}
+
+static inline void q_fp8_row_to_fp32(const uint8_t *row, uint8_t *dst, size_t dim, int avx2) {
+    size_t whole = 0;
+#if defined(__x86_64__)
+    if (avx2) {
+        whole = dim / Q_GROUP;
+        q_fp8_values_avx2(row, row + dim, dst, whole);
+    }
+#else
+    (void)avx2;
+#endif
+    q_fp8_groups_to_fp32(row + Q_GROUP * whole, row + dim + 2 * whole, dst + 4 * Q_GROUP * whole, dim - Q_GROUP * whole);
 }
 
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
@@ -174,9 +211,9 @@ static inline uint32_t q_hybrid_row(int from, const uint8_t *src, uint8_t *row, 
     return bad | q_fp8_row(from, src + width * lead, row + 2 * lead, dim - lead, f16c);
 }
 
-static inline void q_hybrid_row_to_fp32(const uint8_t *row, uint8_t *dst, size_t dim, size_t lead) {
+static inline void q_hybrid_row_to_fp32(const uint8_t *row, uint8_t *dst, size_t dim, size_t lead, int avx2) {
     q_bf16_to_fp32(row, dst, lead);
-    q_fp8_row_to_fp32(row + 2 * lead, dst + 4 * lead, dim - lead);
+    q_fp8_row_to_fp32(row + 2 * lead, dst + 4 * lead, dim - lead, avx2);
 }
 
 #endif

@@ -14,6 +14,13 @@ static inline uint64_t q_load64(const uint8_t *at) {
 
 static inline void q_store64(uint8_t *at, uint64_t word) { memcpy(at, &word, 8); }
 
+/* Moved in whole words where others follow: three bytes alone take a detour through memory. */
+static inline uint32_t q_load_word(const uint8_t *at) {
+    uint32_t word;
+    memcpy(&word, at, 4);
+    return word;
+}
+
 /* Eight codes, one in each byte of `codes`, as 8 * bits contiguous bits. */
 static inline uint64_t q_gather_bits(uint64_t codes, int bits) {
     switch (bits) {
@@ -52,6 +59,10 @@ static inline uint64_t q_spread_bits(uint64_t packed, int bits) {
 /* n codes to (n * bits + 7) / 8 bytes. `codes` is readable, and 0, up to a multiple of 8. */
 static inline void q_pack_codes(const uint8_t *restrict codes, uint8_t *restrict packed, size_t n, int bits) {
     size_t i = 0;
+    for (; i + 16 <= n; i += 8, packed += bits) { /* the next eight overwrite what is too much */
+        uint32_t word = (uint32_t)q_gather_bits(q_load64(codes + i), bits);
+        memcpy(packed, &word, 4);
+    }
     for (; i + 8 <= n; i += 8, packed += bits) {
         uint64_t word = q_gather_bits(q_load64(codes + i), bits);
         memcpy(packed, &word, (size_t)bits);
@@ -65,6 +76,8 @@ static inline void q_pack_codes(const uint8_t *restrict codes, uint8_t *restrict
 /* The reverse; `codes` is written up to a multiple of 8. */
 static inline void q_unpack_codes(const uint8_t *restrict packed, uint8_t *restrict codes, size_t n, int bits) {
     size_t i = 0;
+    const uint32_t mask = 0xffffffffu >> (32 - 8 * bits);
+    for (; i + 16 <= n; i += 8, packed += bits) q_store64(codes + i, q_spread_bits(q_load_word(packed) & mask, bits));
     for (; i + 8 <= n; i += 8, packed += bits) {
         uint64_t word = 0;
         memcpy(&word, packed, (size_t)bits);

@@ -89,6 +89,19 @@ static inline size_t q_turbo_bytes(int bits, size_t head, size_t dim) {
 
 /* ---- rotation -------------------------------------------------------------------------------------------------- */
 
+Q_INLINE float q_lanes(const float *lane) {
+    float four[4] = {lane[0] + lane[4], lane[1] + lane[5], lane[2] + lane[6], lane[3] + lane[7]};
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* Sum of a[i] * b[i] in eight lanes; both are zero from n up to a multiple of 8. */
+Q_CLONES static float q_dot(const float *a, const float *b, size_t n) {
+    float lane[8] = {0};
+    for (size_t i = 0; i < n; i += 8)
+        for (size_t l = 0; l < 8; l++) lane[l] = lane[l] + a[i + l] * b[i + l];
+    return q_lanes(lane);
+}
+
 static inline uint32_t q_hash32(uint32_t word) {
     word = (word ^ word >> 16) * 0x85ebca6bu;
     word = (word ^ word >> 13) * 0xc2b2ae35u;
@@ -125,8 +138,9 @@ Q_CLONES static void q_hadamard_plain(float *y, size_t total, size_t n) {
 }
 
 #if defined(__x86_64__)
-/* The same additions in the same order, eight at a time; n is at least 8. */
-__attribute__((target("avx2"))) static void q_hadamard_avx2(float *y, size_t total, size_t n) {
+/* The same additions in the same order, eight at a time; n is at least 8. Answers the sum of the results' squares, as
+ * q_dot of them. */
+__attribute__((target("avx2"))) static float q_hadamard_avx2(float *y, size_t total, size_t n) {
     const __m256 high4 = _mm256_castsi256_ps(_mm256_setr_epi32(0, 0, 0, 0, INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN));
     const __m256 high2 = _mm256_castsi256_ps(_mm256_setr_epi32(0, 0, INT32_MIN, INT32_MIN, 0, 0, INT32_MIN, INT32_MIN));
     const __m256 high1 = _mm256_castsi256_ps(_mm256_setr_epi32(0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN));
@@ -152,13 +166,18 @@ __attribute__((target("avx2"))) static void q_hadamard_avx2(float *y, size_t tot
         _mm256_storeu_ps(y + i, _mm256_add_ps(a, b));
         _mm256_storeu_ps(y + i + 8, _mm256_sub_ps(a, b));
     }
+    __m256 squares = _mm256_setzero_ps();
     for (size_t i = 0; i < total; i += 8) { /* a - b is a + -b, bit for bit */
         __m256 v = _mm256_loadu_ps(y + i);
         v = _mm256_add_ps(_mm256_permute2f128_ps(v, v, 1), _mm256_xor_ps(v, high4));
         v = _mm256_add_ps(_mm256_permute_ps(v, 0x4e), _mm256_xor_ps(v, high2));
         v = _mm256_add_ps(_mm256_permute_ps(v, 0xb1), _mm256_xor_ps(v, high1));
         _mm256_storeu_ps(y + i, v);
+        squares = _mm256_add_ps(squares, _mm256_mul_ps(v, v));
     }
+    float lanes[8];
+    _mm256_storeu_ps(lanes, squares);
+    return q_lanes(lanes);
 }
 #endif
 
@@ -178,16 +197,25 @@ Q_CLONES static void q_hartley(float *restrict y, size_t n, size_t run) {
     memcpy(y, mixed, 4 * n);
 }
 
-static inline void q_spread(float *y, size_t n, int avx2) {
-    size_t run = n / q_odd_part(n);
+/* `energy` (unless NULL) gets the sum of the result's squares; then 8 values more than n are writable. */
+static inline void q_spread(float *y, size_t n, int avx2, float *energy) {
+    size_t run = n / q_odd_part(n), padded = (n + 7) & ~(size_t)7;
+    int fast = avx2 && run >= 8;
 #if defined(__x86_64__)
-    if (avx2 && run >= 8) q_hadamard_avx2(y, n, run);
-    else q_hadamard_plain(y, n, run);
+    float sum = 0;
+    if (fast) sum = q_hadamard_avx2(y, n, run);
+    if (fast && run == n) {
+        if (energy != NULL) *energy = sum;
+        return;
+    }
 #else
-    (void)avx2;
-    q_hadamard_plain(y, n, run);
+    fast = 0;
 #endif
+    if (!fast) q_hadamard_plain(y, n, run);
     if (run != n) q_hartley(y, n, run);
+    if (energy == NULL) return;
+    memset(y + n, 0, 4 * (padded - n));
+    *energy = q_dot(y, y, padded);
 }
 
 Q_CLONES static void q_flip_a(float *y, size_t n) { q_flip(y, n, Q_TURBO_SEED_A); }
@@ -195,19 +223,6 @@ Q_CLONES static void q_flip_a(float *y, size_t n) { q_flip(y, n, Q_TURBO_SEED_A)
 Q_CLONES static void q_flip_b(float *y, size_t n) { q_flip(y, n, Q_TURBO_SEED_B); }
 
 /* ---- codes ----------------------------------------------------------------------------------------------------- */
-
-Q_INLINE float q_lanes(const float *lane) {
-    float four[4] = {lane[0] + lane[4], lane[1] + lane[5], lane[2] + lane[6], lane[3] + lane[7]};
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-/* Sum of a[i] * b[i] in eight lanes; both are zero from n up to a multiple of 8. */
-Q_CLONES static float q_dot(const float *a, const float *b, size_t n) {
-    float lane[8] = {0};
-    for (size_t i = 0; i < n; i += 8)
-        for (size_t l = 0; l < 8; l++) lane[l] = lane[l] + a[i + l] * b[i + l];
-    return q_lanes(lane);
-}
 
 /* Level and index for each magnitude. The levels rise, so each edge passed replaces a level by the next. */
 Q_INLINE void q_pick(const float *restrict y, size_t n, float scale, const float *levels, const float *edges, int half,
@@ -243,14 +258,17 @@ static inline void q_pick_any(int bits, const float *y, size_t n, float scale, f
     else q_pick_2(y, n, scale, picked, codes);
 }
 
-/* The codes and the two sums that fit levels to y: of level^2 and of |y| level. y holds zeros up to a multiple of 8. */
+/* The codes (unless NULL) and the two sums that fit levels to y: of level^2 and of |y| level. y holds zeros up to a
+ * multiple of 8. */
 static inline void q_fit_plain(int bits, const float *y, size_t n, float scale, uint8_t *codes, float *weight,
                                float *product) {
     float picked[Q_TURBO_MOST + 8];
+    uint8_t unused[Q_TURBO_MOST + 8];
     size_t padded = (n + 7) & ~(size_t)7;
+    uint8_t *to = codes == NULL ? unused : codes;
     memset(picked + n, 0, 4 * (padded - n));
-    memset(codes + n, 0, padded - n);
-    q_pick_any(bits, y, n, scale, picked, codes);
+    memset(to + n, 0, padded - n);
+    q_pick_any(bits, y, n, scale, picked, to);
     *weight = q_dot(picked, picked, padded);
     *product = q_dot(y, picked, padded);
 }
@@ -268,39 +286,42 @@ static inline void q_values_plain(int bits, const uint8_t *codes, size_t n, floa
 }
 
 #if defined(__x86_64__)
-/* As q_fit_plain, for n a multiple of 8; the sums in the same lanes and order. */
-__attribute__((target("avx2"))) static void q_fit_avx2(int bits, const float *y, size_t n, float scale, uint8_t *codes,
-                                                        float *weight, float *product) {
+#define Q_AVX2 __attribute__((target("avx2"))) static
+
+/* As q_fit_plain, for n a multiple of 8; the sums in the same lanes and order. `bits` is a constant of its callers.
+ * A comparison yields -1, so the search for a level counts down from 0; lookups take an index's lower three bits, and the
+ * tables stand in that order. */
+__attribute__((always_inline)) Q_AVX2 inline void q_fit_bits(int bits, const float *y, size_t n, float scale,
+                                                             uint8_t *codes, float *weight, float *product) {
     const float *levels = bits == 4 ? q_levels_4 : bits == 3 ? q_levels_3 : q_levels_2;
     const float *edges = bits == 4 ? q_edges_4 : bits == 3 ? q_edges_3 : q_edges_2;
     const int half = 1 << (bits - 1);
     const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN)), times = _mm256_set1_ps(scale);
-    __m256 edge[7], squares = _mm256_setzero_ps(), products = _mm256_setzero_ps();
-    float table[8] = {0}, lanes[8];
-    for (int k = 0; k < half; k++) table[k] = levels[k];
-    for (int k = 0; k < 7; k++) edge[k] = _mm256_set1_ps(edges[k + 1 < half ? k : 0]);
-    const __m256 level = _mm256_loadu_ps(table);
+    float level_table[8] = {0}, last_table[8] = {0}, lanes[8];
+    for (int k = 0; k < half; k++) level_table[-k & 7] = levels[k];
+    for (int k = 0; k < half / 2; k++) last_table[-k & 7] = edges[2 * k];
+    const __m256 level = _mm256_loadu_ps(level_table), last = _mm256_loadu_ps(last_table);
+    const __m256 middle = _mm256_set1_ps(edges[half / 2 - 1]);
+    const __m256 lower = _mm256_set1_ps(edges[bits == 4 ? 1 : 0]), upper = _mm256_set1_ps(edges[bits == 4 ? 5 : 0]);
+    __m256 squares = _mm256_setzero_ps(), products = _mm256_setzero_ps();
     for (size_t i = 0; i < n; i += 8) {
         __m256 v = _mm256_loadu_ps(y + i), mag = _mm256_andnot_ps(sign, v), at = _mm256_mul_ps(mag, times);
-        __m256i index = _mm256_castps_si256(_mm256_cmp_ps(at, edge[0], _CMP_GT_OQ));
+        __m256 over = _mm256_cmp_ps(at, middle, _CMP_GT_OQ);
+        __m256i index = _mm256_castps_si256(over);
+        if (bits == 4) {
+            over = _mm256_cmp_ps(at, _mm256_blendv_ps(lower, upper, over), _CMP_GT_OQ);
+            index = _mm256_add_epi32(_mm256_add_epi32(index, index), _mm256_castps_si256(over));
+        }
         if (bits > 2) {
-            __m256i b = _mm256_castps_si256(_mm256_cmp_ps(at, edge[1], _CMP_GT_OQ));
-            __m256i c = _mm256_castps_si256(_mm256_cmp_ps(at, edge[2], _CMP_GT_OQ));
-            index = _mm256_add_epi32(index, _mm256_add_epi32(b, c));
+            over = _mm256_cmp_ps(at, _mm256_permutevar8x32_ps(last, index), _CMP_GT_OQ);
+            index = _mm256_add_epi32(_mm256_add_epi32(index, index), _mm256_castps_si256(over));
         }
-        if (bits > 3) {
-            __m256i d = _mm256_castps_si256(_mm256_cmp_ps(at, edge[3], _CMP_GT_OQ));
-            __m256i e = _mm256_castps_si256(_mm256_cmp_ps(at, edge[4], _CMP_GT_OQ));
-            __m256i f = _mm256_castps_si256(_mm256_cmp_ps(at, edge[5], _CMP_GT_OQ));
-            __m256i g = _mm256_castps_si256(_mm256_cmp_ps(at, edge[6], _CMP_GT_OQ));
-            index = _mm256_add_epi32(index, _mm256_add_epi32(_mm256_add_epi32(d, e), _mm256_add_epi32(f, g)));
-        }
-        index = _mm256_sub_epi32(_mm256_setzero_si256(), index);
         __m256 picked = _mm256_permutevar8x32_ps(level, index);
         squares = _mm256_add_ps(squares, _mm256_mul_ps(picked, picked));
         products = _mm256_add_ps(products, _mm256_mul_ps(mag, picked));
+        if (codes == NULL) continue;
         __m256i negative = _mm256_srli_epi32(_mm256_castps_si256(v), 31);
-        __m256i code = _mm256_add_epi32(index, _mm256_slli_epi32(negative, bits - 1));
+        __m256i code = _mm256_sub_epi32(_mm256_slli_epi32(negative, bits - 1), index);
         __m128i half_words = _mm_packs_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
         _mm_storel_epi64((__m128i *)(void *)(codes + i), _mm_packus_epi16(half_words, half_words));
     }
@@ -310,8 +331,19 @@ __attribute__((target("avx2"))) static void q_fit_avx2(int bits, const float *y,
     *product = q_lanes(lanes);
 }
 
+/* Without the codes, where only the sums are wanted. */
+#define Q_FIT(BITS)                                                                                                    \
+    Q_AVX2 void q_fit_##BITS(const float *y, size_t n, float scale, uint8_t *codes, float *weight, float *product) {   \
+        if (codes == NULL) q_fit_bits(BITS, y, n, scale, NULL, weight, product);                                       \
+        else q_fit_bits(BITS, y, n, scale, codes, weight, product);                                                    \
+    }
+
+Q_FIT(4)
+Q_FIT(3)
+Q_FIT(2)
+
 /* As q_values_plain; y is written up to a multiple of 8. */
-__attribute__((target("avx2"))) static void q_values_avx2(int bits, const uint8_t *codes, size_t n, float *y) {
+Q_AVX2 void q_values_avx2(int bits, const uint8_t *codes, size_t n, float *y) {
     const float *levels = bits == 4 ? q_levels_4 : bits == 3 ? q_levels_3 : q_levels_2;
     const int half = 1 << (bits - 1);
     const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN));
@@ -330,8 +362,9 @@ static inline void q_fit(int bits, const float *y, size_t n, float scale, uint8_
                          int avx2) {
 #if defined(__x86_64__)
     if (avx2 && n % 8 == 0) {
-        if (bits == 4) q_fit_avx2(4, y, n, scale, codes, weight, product);
-        else q_fit_avx2(bits, y, n, scale, codes, weight, product);
+        if (bits == 4) q_fit_4(y, n, scale, codes, weight, product);
+        else if (bits == 3) q_fit_3(y, n, scale, codes, weight, product);
+        else q_fit_2(y, n, scale, codes, weight, product);
         return;
     }
 #endif
@@ -375,15 +408,14 @@ Q_CLONES static uint32_t q_block_top(const uint8_t *src, size_t n) { return q_gr
 /* One block, in y (8 values more than n are writable): its codes to `packed`, the gain as the result. */
 static inline uint32_t q_turbo_block(int bits, float *y, size_t n, uint8_t *packed, int avx2) {
     uint8_t codes[Q_TURBO_MOST + 8];
-    size_t padded = (n + 7) & ~(size_t)7;
     q_flip_a(y, n);
-    q_spread(y, n, avx2);
+    q_spread(y, n, avx2, NULL);
     q_flip_b(y, n);
-    q_spread(y, n, avx2);
-    memset(y + n, 0, 4 * (padded - n));
-    float energy = q_dot(y, y, padded), scale = sqrtf((float)n / energy), weight, product;
+    float energy, weight, product;
+    q_spread(y, n, avx2, &energy);
+    float scale = sqrtf((float)n / energy);
     for (int pass = 0;; pass++) {
-        q_fit(bits, y, n, scale, codes, &weight, &product, avx2);
+        q_fit(bits, y, n, scale, pass == Q_TURBO_PASSES ? codes : NULL, &weight, &product, avx2);
         if (pass == Q_TURBO_PASSES) break;
         scale = weight / product;
     }
@@ -437,9 +469,9 @@ static inline void q_turbo_row_to_fp32(int bits, size_t head, const uint8_t *row
                 q_unpack_2(row, codes, n);
             }
             q_values(bits, codes, n, y, best);
-            q_spread(y, n, best);
+            q_spread(y, n, best, NULL);
             q_flip_b(y, n);
-            q_spread(y, n, best);
+            q_spread(y, n, best, NULL);
             q_flip_a(y, n);
             q_scale_out(y, dst, n, gain);
             row += (n * (size_t)bits + 7) / 8;

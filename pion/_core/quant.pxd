@@ -37,3 +37,6 @@ cdef extern from "quant.h" nogil:
     void q_e4m3_to_fp32(const unsigned char *src, unsigned char *dst, size_t n)
     int q_decode(int fmt, const void *src, void *dst_f32, size_t rows, size_t dim)
     int q_decode_with(int fmt, const void *src, void *dst_f32, size_t rows, size_t dim, int f16c)
+
+cdef extern from "heads.h" nogil:
+    void heads_split(const void *src, void *dst, size_t rows, size_t heads, size_t bytes)

@@ -29,6 +29,7 @@ from pion._core.quant cimport (
     Q_TURBO2,
     Q_TURBO3,
     Q_TURBO4,
+    heads_split,
     q_decode_with,
     q_e4m3_to_fp32,
     q_encode_with,
@@ -40,7 +41,8 @@ from pion._core.quant cimport (
 )
 
 __all__ = ["BF16", "BF16_ROPE_FP8_BODY", "FP8", "FP16", "FP32", "GROUP", "INT8", "MLX4G32", "RefusedRowError", "TURBO2",
-           "TURBO3", "TURBO4", "decode", "decode_e4m3", "encode", "encode_e4m3", "has_f16c", "pack_format", "row_bytes"]
+           "TURBO3", "TURBO4", "decode", "decode_e4m3", "encode", "encode_e4m3", "has_f16c", "pack_format", "row_bytes",
+           "split_heads"]
 
 INT8 = Q_INT8
 FP16 = Q_FP16
@@ -237,3 +239,33 @@ def encode_e4m3(data, *, out=None):
 def decode_e4m3(data, *, out=None):
     """e4m3fn codes, a byte each, to fp32 values, exactly."""
     return _cast(data, out, False)
+
+
+def split_heads(data, Py_ssize_t heads, Py_ssize_t head_bytes, *, out=None):
+    """Rows of `heads` pieces of `head_bytes` bytes, to all rows of the first piece, then of the second, and so on.
+
+    Returns `out`, by default a new bytearray. ValueError: no whole rows, or `out` is too small.
+    """
+    cdef Py_buffer src
+    cdef Py_buffer dst
+    cdef size_t rows
+    if heads < 1 or head_bytes < 1:
+        raise ValueError("heads and their bytes are at least 1")
+    PyObject_GetBuffer(data, &src, PyBUF_SIMPLE)
+    try:
+        rows = <size_t> src.len // (<size_t> heads * <size_t> head_bytes)
+        if <Py_ssize_t> (rows * <size_t> heads * <size_t> head_bytes) != src.len:
+            raise ValueError(f"{src.len} bytes are not whole rows of {heads} x {head_bytes}")
+        if out is None:
+            out = bytearray(src.len)
+        PyObject_GetBuffer(out, &dst, PyBUF_WRITABLE)
+        try:
+            if dst.len < src.len:
+                _refuse_room(dst.len, src.len)
+            with nogil:
+                heads_split(src.buf, dst.buf, rows, <size_t> heads, <size_t> head_bytes)
+        finally:
+            PyBuffer_Release(&dst)
+    finally:
+        PyBuffer_Release(&src)
+    return out

@@ -18,6 +18,7 @@ cdef extern from "stream.h" nogil:
         pass
 
     ctypedef struct fdref:
+        int failed
         int fd
 
     ctypedef struct scratch:

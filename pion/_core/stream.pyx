@@ -28,6 +28,8 @@ cdef extern from "stream.h" nogil:
     bint jobs_wait_idle(jobs *pool, long timeout_ms)
     fdref *fdref_new(int fd, jobs *closer)
     int fdref_refs(fdref *ref)
+    int fdref_state(const fdref *ref, uint64_t least)
+    int FDREF_SHORT, FDREF_UNLINKED
     extents *extents_new(int nseg, int decode, uint32_t dim)
     int extents_seal(extents *e)
     sink *sink_new(fdref *ref, int64_t offset, uint64_t want, int conv, uint32_t dim, uint32_t crc)
@@ -133,6 +135,22 @@ cdef class FdRef:
     def refs(self):
         """Users of the file: 1 when only this object holds it, no reply and no sink."""
         return fdref_refs(self.ref)
+
+    @property
+    def failed(self):
+        """errno of a read, for a reply, that did not give what should be there; 0 = none so far."""
+        return fdref_state(self.ref, 0) if self.ref.failed else 0
+
+    def state(self, uint64_t least):
+        """What became of the file: "" while it has a name and at least so many bytes, else what is wrong with it."""
+        cdef int rc = fdref_state(self.ref, least)
+        if rc == 0:
+            return ""
+        if rc == FDREF_SHORT:
+            return f"its file was cut to {os.fstat(self.ref.fd).st_size} bytes"
+        if rc == FDREF_UNLINKED:
+            return "its file was removed from the data directory"
+        return f"its file could not be read: {os.strerror(rc)}"
 
     def __repr__(self):
         return f"FdRef({self.ref.fd})"

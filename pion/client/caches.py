@@ -24,7 +24,17 @@ from pion import metal_kernels
 from pion.client.decode import CODES, NUMPY, Decoder, is_keys, wanted_part
 from pion.wire.raw import Segment, Stored
 
-__all__ = ["Layout", "PionMlxCompatError", "Restorer", "inspect_model", "new_cache", "pack_rows", "prefill"]
+__all__ = [
+    "Layout",
+    "PionMlxCompatError",
+    "Restorer",
+    "inspect_model",
+    "mlx_modules",
+    "new_cache",
+    "pack_rows",
+    "prefill",
+    "words",
+]
 
 ROOM: Final = 256  # tokens that can be appended without a copy: mlx-lm's own step
 
@@ -60,7 +70,12 @@ class Layout:
         return self.n_kv_heads * self.head_dim
 
 
-def _mlx() -> Any:
+def mlx_modules() -> tuple[Any, Any]:
+    """``mlx.core`` and ``mlx_lm.models.cache``.
+
+    Raises:
+        ImportError: one is missing; the text names the command that installs them.
+    """
     try:
         import mlx.core as mx
         import mlx_lm.models.cache as cache_module
@@ -76,7 +91,7 @@ def new_cache(model: Any) -> list[Any]:
         ImportError: mlx or mlx-lm is missing; the text names the command that installs them.
         PionMlxCompatError: the model keeps its state in other classes; the text names them.
     """
-    _, module = _mlx()
+    _, module = mlx_modules()
     if not callable(model):
         raise TypeError(f"a loaded mlx-lm model is needed, not {type(model).__name__}: model, tok = mlx_lm.load(...)")
     cache = list(module.make_prompt_cache(model))
@@ -100,7 +115,7 @@ def inspect_model(model: Any) -> Layout:
         PionMlxCompatError: K and V, or the layers, differ in shape or dtype, or the dtype is not a 16- or 32-bit
         float.
     """
-    mx, _ = _mlx()
+    mx, _ = mlx_modules()
     cache = new_cache(model)
     model(mx.array([[0]]), cache=cache)
     shapes = {(a.shape[0], a.shape[1], a.shape[3], str(a.dtype)) for c in cache for a in (c.keys, c.values)}
@@ -137,7 +152,7 @@ def prefill(model: Any, token_ids: Sequence[int], chunk: int | None) -> list[Any
         A prompt cache that holds exactly the prefix. Only K/V is computed: the logits of the prefix are nobody's
         business.
     """
-    mx, _ = _mlx()
+    mx, _ = mlx_modules()
     cache = new_cache(model)
     step = chunk or len(token_ids)
     for start in range(0, len(token_ids), step):
@@ -146,7 +161,7 @@ def prefill(model: Any, token_ids: Sequence[int], chunk: int | None) -> list[Any
     return cache
 
 
-def _words(array: Any) -> np.ndarray[Any, Any]:
+def words(array: Any) -> np.ndarray[Any, Any]:
     """The memory of an mlx array, shared; bfloat16, which numpy does not know, as u16."""
     import mlx.core as mx
 
@@ -163,7 +178,7 @@ def pack_rows(array: Any, count: int) -> np.ndarray[Any, Any]:
     Returns:
         A copy, numpy (count, H * D), in the array's own words: u16 for the 16-bit floats, f32 otherwise.
     """
-    return _words(array)[0, :, :count].swapaxes(0, 1).reshape(count, -1)
+    return words(array)[0, :, :count].swapaxes(0, 1).reshape(count, -1)
 
 
 class Restorer:
@@ -183,7 +198,7 @@ class Restorer:
         self._layout, self._count = layout, count
         self._cache = new_cache(model)
         self._arrays: dict[tuple[int, int], Any] = {}
-        self._mx, _ = _mlx()
+        self._mx, _ = mlx_modules()
         self._dtype = getattr(self._mx, layout.dtype)
         self._how = how or metal_kernels.backend() or "cpu"
         self._decoder = Decoder(layout.kv_dim, layout.dtype)

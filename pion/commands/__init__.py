@@ -4,6 +4,7 @@ from pion.commands import (
     client,
     config_cmd,
     connection,
+    export,
     hashes,
     info,
     introspect,
@@ -23,6 +24,6 @@ from pion.commands.state import ServerState
 
 __all__ = [
     "Dispatcher", "ServerState",
-    "client", "config_cmd", "connection", "hashes", "info", "introspect", "keys", "prefix", "prefix_keep", "server",
-    "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
+    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "prefix", "prefix_keep",
+    "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

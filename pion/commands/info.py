@@ -17,6 +17,8 @@ from pion.commands.dispatch import Context
 from pion.commands.table import command
 from pion.wire.resp import Verbatim
 
+_SHOWN = 8  # damaged files named in INFO; the log names all
+
 Lines = Iterable[tuple[str, Any]]
 
 
@@ -96,6 +98,7 @@ def _memory(ctx: Context) -> Lines:
 
 def _persistence(ctx: Context) -> Lines:
     state, store = ctx.server, ctx.engine.keyspace_store
+    aside = ctx.engine.set_aside()
     return [
         ("loading", 0),
         ("async_loading", 0),
@@ -107,6 +110,8 @@ def _persistence(ctx: Context) -> Lines:
         ("aof_rewrite_in_progress", int(store is not None and store.rewriting)),
         ("aof_last_write_status", "err" if ctx.ks.refuses else "ok"),
         ("aof_current_size", store.log_bytes if store is not None else 0),
+        ("set_aside_files", len(aside)),
+        ("set_aside_last", ",".join(aside[-_SHOWN:])),
     ]
 
 

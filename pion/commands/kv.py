@@ -29,13 +29,13 @@ def later(command: str) -> CommandError:
 def acknowledged(ctx: Context, value: Any) -> Any:
     """The reply of a command that changed something: with `appendfsync always` it waits for the medium.
 
-    The flush happens in a thread and serves every command that waits at the same time.
+    The flush serves every command that waits at the same time.
     """
     return _flushed(ctx, value) if ctx.engine.always and ctx.engine.deferred_sync else value
 
 
 async def _flushed(ctx: Context, value: Any) -> Any:
-    await ctx.in_thread(ctx.engine.commit)
+    await ctx.server.commit(ctx)
     return value
 
 

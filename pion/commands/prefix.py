@@ -23,7 +23,7 @@ LIST_COUNT: Final = 100
 LIST_COUNT_MAX: Final = 10_000
 _CURSOR: Final = re.compile(rb"0|[1-9][0-9]{0,19}")
 _MAX_ROPE: Final = 1e15  # far beyond any model's; its powers stay finite
-_OWN_NAMES: Final = (b"kv", b"blob", b"quarantine")  # of the data directory, beside pion.*
+_OWN_NAMES: Final = (b"kv", b"blob", b"export", b"quarantine")  # of the data directory, beside pion.*
 _NAME_MAX: Final = 250  # a file system's 255, less the suffix of an unfinished copy
 _WORKER: Final = b"0"  # one process, one coherent keyspace: every prefix lives on worker 0
 
@@ -286,7 +286,8 @@ def _relative_path(raw: bytes) -> str:
 )  # fmt: skip
 async def commit(ctx: Context, argv: list[bytes]) -> Any:
     """Survives power loss once it answered."""
-    await ctx.in_thread(kv.engine(ctx, hint=False).commit)
+    kv.engine(ctx, hint=False)
+    await ctx.server.commit(ctx)
     return OK
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pion import limits
+from pion.commands.commits import GroupCommit
 from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
@@ -125,6 +126,7 @@ class ServerState:
 
     Attributes:
         to_thread: `await to_thread(fn, *args)` runs a blocking call off the event loop.
+        commit: `await commit(ctx)` flushes, once for all commands that wait.
         spawn: starts `async_fn()` in the background.
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.
         shut_down: called once with `save: bool` by SHUTDOWN.
@@ -132,6 +134,7 @@ class ServerState:
     """
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
+    commit: GroupCommit = field(default_factory=GroupCommit)
     spawn: Callable[[Callable[[], Awaitable[Any]]], None] | None = None
     new_event: Callable[[], Any] | None = None
     shut_down: Callable[[bool], None] | None = None

@@ -192,7 +192,7 @@ def _fetch(engine: Any, argv: list[bytes]) -> Any:
         start, end = _span(argv[4], argv[5], "ERR invalid RANGE: end must exceed start (>=0)")
         native, stored = _fetch_format(argv[6:])
         if stored:
-            return _as_stored(engine.v_fetch_stored(sid, layer, start, end))
+            return as_stored(engine.v_fetch_stored(sid, layer, start, end))
         return engine.v_fetch_range(sid, layer, start, end, native=native)
     return engine.v_fetch_ids(sid, layer, _token_ids(argv[3:]))
 
@@ -212,11 +212,11 @@ def _fetch_batch(engine: Any, sid: bytes, argv: list[bytes]) -> Any:
     # A count the session does not have is ignored: published clients then see fewer elements and ask layer by layer.
     wanted = layers if layers is not None and 0 < layers <= held else held
     if stored:
-        return [_as_stored(found) for found in engine.v_batch_stored(sid, start, end, wanted)]
+        return [as_stored(found) for found in engine.v_batch_stored(sid, start, end, wanted)]
     return engine.v_fetch_batch(sid, start, end, wanted, native=native)
 
 
-def _as_stored(found: Any) -> Extents | None:
+def as_stored(found: Any) -> Extents | None:
     """The answer to FMT RAW: what the rows are, and their stored bytes."""
     if found is None:
         return None
@@ -276,11 +276,12 @@ def info(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) < 2:
         lines = ["enabled:1", *(f"{name}:{value}" for name, value in engine.v_totals().items())]
     else:
-        lines = _session_lines(engine.v_info(argv[1]))
+        lines = session_lines(engine.v_info(argv[1]))
     return "".join(f"{line}\r\n" for line in lines)
 
 
-def _session_lines(session: Any) -> list[str]:
+def session_lines(session: Any) -> list[str]:
+    """The lines of V.INFO of a session."""
     lines = [
         f"session_idx:{session.index}",
         f"value_dim:{session.dim}",
@@ -293,7 +294,8 @@ def _session_lines(session: Any) -> list[str]:
         lines += [] if session.uniform else _layer_lines(i, *session.layers[i])
     lines.append(f"total_tokens:{sum(session.rows)}")
     # Behind the published lines: what a client needs to make tensors of the rows, as far as REGISTER said it.
-    told = {name: getattr(session.declared, name) for name in ("heads", "head_dim", "rope", "digest")}
+    told = {name: getattr(session.declared, name) for name in ("heads", "head_dim", "rope", "digest", "rows", "layers")}
+    told["states"] = session.states or None
     return [*lines, *(f"{name}:{value}" for name, value in told.items() if value is not None)]
 
 
@@ -344,12 +346,3 @@ def _snap_id(name: str, argv: list[bytes]) -> int:
     if snap <= 0:
         raise CommandError(f"ERR {name}: snap_id must be positive")
     return snap
-
-
-@command(
-    "V.EXPORT", -1, "readonly", 0, 0, 0, "vstore", "0.1.0",
-    "Hands rows over as a file (not in this version: clients fall back to V.FETCH).", "O(1)",
-)  # fmt: skip
-def export(ctx: Context, argv: list[bytes]) -> Any:
-    """Refused: published clients turn to V.FETCH on any error."""
-    raise kv.later("V.EXPORT")

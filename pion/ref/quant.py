@@ -262,3 +262,9 @@ def decode(fmt: int, data: bytes, dim: int) -> bytes:
     scale, minimum = (np.repeat(pairs[:, :, part], GROUP, axis=1)[:, :dim] for part in (0, 1))
     with np.errstate(invalid="ignore"):
         return within_half((minimum + scale * rows[:, :dim].astype(np.float32)).astype(np.float32)).tobytes()
+
+
+def split_heads(data: bytes, heads: int, head_bytes: int) -> bytes:
+    """Rows of `heads` pieces, to all rows of each piece."""
+    rows = np.frombuffer(data, np.uint8).reshape(-1, heads, head_bytes)
+    return rows.swapaxes(0, 1).tobytes()

@@ -48,6 +48,7 @@ class Caps:
 
     Attributes:
         max_sessions, max_bytes: the caps.
+        unlisted: bytes of files that a listing after the start has not come to yet.
         evicted: entries that went for them.
         expired: entries whose time to live ended.
     """
@@ -58,6 +59,7 @@ class Caps:
     order: Order
     max_sessions: int
     max_bytes: int
+    unlisted: int
     evicted = 0
     expired = 0
 
@@ -97,13 +99,14 @@ class Caps:
         if keep is not None and keep.compacting and own:
             grow *= 2  # the compaction will copy it
         disk = keep.disk if keep is not None else 0
-        if self.totals.disk + grow + (disk + grow + BLOCK if own else 0) <= self.max_bytes and not self.held_bytes():
+        total = self.totals.disk + self.unlisted
+        if total + grow + (disk + grow + BLOCK if own else 0) <= self.max_bytes and not self.held_bytes():
             return
         held = self.held_bytes()
-        stays = disk + held + (self.order.pinned_bytes() if self.order.pins else 0)
+        stays = disk + held + self.unlisted + (self.order.pinned_bytes() if self.order.pins else 0)
         if keep is not None and keep.pinned:
             stays -= disk
-        used = self.totals.disk + held
+        used = total + held
         reclaimable = False
         if own and keep is not None:
             if keep.compacting and used + grow > self.max_bytes:
@@ -111,7 +114,7 @@ class Caps:
             reclaimable = self._reclaimable(keep, stays)
             if reclaimable and self._copy_now(keep, grow, used, stays):
                 raise self._crowded(keep)
-        while self.totals.disk + held + grow > self.max_bytes:
+        while self.totals.disk + self.unlisted + held + grow > self.max_bytes:
             if stays + grow > self.max_bytes or not self._evict(keep, f"--max-bytes {self.max_bytes}"):
                 if reclaimable and keep is not None:
                     raise self._crowded(keep)

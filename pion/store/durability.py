@@ -225,6 +225,7 @@ class Upkeep:
         with store.lock:
             store.held_bytes()
             store.expire(store.now_ms())
+            store.watch()
         pending = bool(store.unsynced) or (self.log is not None and self.log.unsynced_bytes > 0)
         if self.policy == "everysec" and pending and not self.failure:
             self.commit()
@@ -261,18 +262,23 @@ class Upkeep:
         with store.lock:
             idx.begin_rewrite()
             entries = list(store.entries.values())
-        for i in range(0, len(entries), _SLICE):
+        try:
+            for i in range(0, len(entries), _SLICE):
+                with store.lock:
+                    for entry in entries[i : i + _SLICE]:
+                        store.order.catch_up(entry)
+                    idx.rewrite(
+                        (entry.key, entry.figures(clean=not entry.dirty))
+                        for entry in entries[i : i + _SLICE]
+                        if not entry.gone
+                    )
             with store.lock:
-                for entry in entries[i : i + _SLICE]:
-                    store.order.catch_up(entry)
-                idx.rewrite(
-                    (entry.key, entry.figures(clean=not entry.dirty))
-                    for entry in entries[i : i + _SLICE]
-                    if not entry.gone
-                )
-        with store.lock:
-            flush = idx.to_flush()
-        flush.run()  # the bulk of it, without the lock
+                flush = store.with_descriptor(idx.rewritten)
+            flush.run()  # the bulk of it, without the lock
+        except OSError:
+            with store.lock:
+                idx.cancel_rewrite()
+            raise
         with store.lock:
             idx.end_rewrite(closed=closed)
 

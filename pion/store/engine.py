@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -27,6 +28,7 @@ from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import CrowdedError, Entry
+from pion.store.exports import Exports
 from pion.store.files import DiskFiles, Files, MemoryFiles
 from pion.store.index import Index
 from pion.store.keeping import Keeping
@@ -122,16 +124,17 @@ class Engine(SessionMethods, PrefixMethods):
             self._tables.next_use(self._store.order.uses.next_use())
             self._store.order.uses = self._tables
         self._states = States(self._store)
+        self._exports = Exports(self._store, self._sessions, self.root)
         self._store.on_drop = self._dropped
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        if self.root is not None and self._trusted:
+        if isinstance(self._files, DiskFiles) and not self.found.listed:
+            self._store.finder = startup.finder(self._store, self._files)
             self._thread("pion-list", self._list_directory)
         if ticker:
             self._thread("pion-tick", self._tick_loop)
 
     def _open(self, max_sessions: int, max_bytes: int | None) -> None:
-        self._trusted = True
         if self.root is None:
             files: Files = MemoryFiles()
             cap = max_bytes or int(files.free_bytes() * MEMORY_SHARE)
@@ -142,13 +145,12 @@ class Engine(SessionMethods, PrefixMethods):
                 idx = Index(self.root)
                 store = self._store = Store(files, idx, max_sessions=max_sessions, max_bytes=1 << 62)
                 store.max_sessions = 1 << 30  # caps hold from the moment everything is known
-                self.found, known = startup.bring_up(store, disk, idx)
+                self.found = startup.bring_up(store, disk, idx, max_sessions, max_bytes)
                 store.max_sessions = max_sessions
-                store.max_bytes = max_bytes or int(
-                    (files.free_bytes() + store.totals.disk) * limits.DEFAULT_MAX_BYTES_SHARE
-                )
+                held = max(store.totals.disk, self.found.nbytes)
+                store.unlisted = held - store.totals.disk
+                store.max_bytes = max_bytes or int((files.free_bytes() + held) * limits.DEFAULT_MAX_BYTES_SHARE)
                 store.enforce()
-                self._trusted = known.trusted
             except OSError as error:
                 files.close()
                 raise StartupError(f"data directory {self.root}: {error}") from error
@@ -177,7 +179,12 @@ class Engine(SessionMethods, PrefixMethods):
 
     def _list_directory(self) -> None:
         if isinstance(self._files, DiskFiles):
-            startup.list_directory(self._store, self._files, self.found)
+            try:
+                startup.list_directory(self._store, self._files, self.found)
+                with self._store.lock, suppress(CommandError):
+                    self._store.enforce()
+            finally:
+                self._store.finder, self._store.unlisted = None, 0
 
     def _dropped(self, entry: Entry) -> None:
         if entry.is_prefix:
@@ -203,6 +210,7 @@ class Engine(SessionMethods, PrefixMethods):
         for thread in self._threads:
             thread.join()
         self._upkeep.stop()
+        self._exports.close()
         try:
             self._end()
         finally:
@@ -242,6 +250,7 @@ class Engine(SessionMethods, PrefixMethods):
     def fsync_tick(self) -> None:
         """Once a second: flush (appendfsync everysec), seal and compact quiet entries. Does not wait for any of it."""
         self._upkeep.tick()
+        self._exports.sweep()
 
     # --- durability -------------------------------------------------------------------------------------------------
 
@@ -362,12 +371,18 @@ class Engine(SessionMethods, PrefixMethods):
                 "vstore_entries": len(store.entries),
                 "vstore_quarantined": store.quarantined,
                 "vstore_foreign_files": self.found.foreign,
+                "vstore_listing": int(store.finder is not None),
                 "vstore_sync_failed": int(bool(self._upkeep.failure)),
                 "vstore_evicted": store.evicted,
                 "vstore_expired": store.expired,
                 "vstore_pinned": len(store.order.pins),
                 "vstore_leased": len(store.order.leases),
             }
+
+    def set_aside(self) -> list[str]:
+        """What this process found damaged and moved or copied aside: paths in the data directory, oldest first."""
+        recovery = self.keyspace_store.recovery if self.keyspace_store is not None else None
+        return [*(path.name for path in (recovery.set_aside if recovery else ())), *self._files.aside]
 
     # --- numpy ------------------------------------------------------------------------------------------------------
 

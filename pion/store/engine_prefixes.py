@@ -114,7 +114,7 @@ class PrefixMethods:
 
     def must_load(self, ns: bytes) -> bool:
         """The next use of the prefix reads the headers of its file: call `load` in a thread before it."""
-        entry = self._store.peek(PREFIX + ns)
+        entry = self._store.find(PREFIX + ns)
         return entry is not None and entry.rows is None
 
     def load(self, ns: bytes) -> None:

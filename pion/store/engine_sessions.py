@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pion._core.stream import Extents
 from pion.store import writes
 from pion.store.entries import CrowdedError
+from pion.store.exports import Exports, Request
 from pion.store.ledger import Ledger
 from pion.store.reading import StoredRows
 from pion.store.sessions import SessionInfo, Sessions
@@ -29,6 +30,7 @@ class SessionMethods:
     _store: Store
     _sessions: Sessions
     _states: States
+    _exports: Exports
 
     if TYPE_CHECKING:
 
@@ -150,6 +152,17 @@ class SessionMethods:
         if found is not None:
             self.ledger.bytes_served += found.nbytes
         return found
+
+    def v_export(self, k_sid: bytes, v_sid: bytes, start: int, end: int, layers: int, heads: int, head_dim: int) -> str:
+        """Path of a safetensors file with rows [start, end) of the first layers: fp16, (1, heads, rows, head_dim).
+
+        The same path again while neither session changes. The file goes with the next change, ten minutes after it was
+        last asked for, or with the engine: whoever has it open by then keeps it.
+        """
+        request = Request(k_sid, v_sid, start, end, layers, heads, head_dim)
+        path = self._exports.path(request)
+        self.ledger.bytes_served += 2 * layers * request.side_bytes
+        return path
 
     def v_snapshot(self, sid: bytes) -> int:
         """Remember the lengths of a session's layers; returns a number for `v_restore`."""

@@ -84,12 +84,13 @@ class Entry:
         quiet: ticks without a write.
         slots: session numbers by side, given out on demand.
         prefill_ms: as registered in this process.
+        changes: records written, or found damaged, in this process.
         gone: dropped; the object may still be in somebody's hands.
     """
 
     __slots__ = (
-        "_meta", "_path", "awaited", "base", "blocks", "compacting", "declared", "dirty", "doubled", "expires",
-        "generation", "gone", "has_states", "key", "key_rows", "mask", "nbytes", "open", "parent", "pinned",
+        "_meta", "_path", "awaited", "base", "blocks", "changes", "compacting", "declared", "dirty", "doubled",
+        "expires", "generation", "gone", "has_states", "key", "key_rows", "mask", "nbytes", "open", "parent", "pinned",
         "prefill_ms", "queued", "quiet", "ref", "row_count", "rows", "seed", "sides", "size", "slots", "snapshots",
         "states", "strained", "synced", "timed", "unsynced", "used", "writers",
     )  # fmt: skip
@@ -129,6 +130,7 @@ class Entry:
         self.slots: list[int | None] | None = None
         self.prefill_ms = 0
         self.snapshots: dict[int, list[int]] | None = None
+        self.changes = 0
         self.gone = False
         self._meta = b""
 

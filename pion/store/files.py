@@ -11,8 +11,10 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -23,8 +25,10 @@ from pion.store import layout
 
 log = logging.getLogger("pion.store")
 
+LOCK: Final = "pion.lock"
 TRASH: Final = "kv/trash"
 QUARANTINE: Final = "quarantine"
+EXPORT: Final = "export"  # exports.py
 TAIL_KEPT: Final = 16 * limits.MIB  # of a cut-off tail
 
 
@@ -32,6 +36,7 @@ class Files(Protocol):
     """Creates, opens and removes entry files."""
 
     keeps: bool  # files survive this process
+    aside: list[str]  # what was moved or copied into the quarantine
 
     def create(self, path: str, data: bytes, *, over: int = 0) -> int: ...
     def open(self, path: str) -> int: ...
@@ -44,6 +49,28 @@ class Files(Protocol):
     def free_bytes(self) -> int: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """A descriptor of a regular file: opening a pipe for reading would wait for ever, a link leads elsewhere.
+
+    Raises:
+        OSError: there is no such file, it may not be opened, or something else has its name.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "a symbolic link, not a file", os.fspath(path)) from error
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise OSError(errno.EINVAL, "a pipe or device, not a file", os.fspath(path))
+    return fd
 
 
 class DiskFiles:
@@ -59,6 +86,7 @@ class DiskFiles:
         self.root = root
         self._stale = {"", "kv", f"kv/{layout.TENANT}"}  # directories whose entries changed since the last sync
         self._made: set[str] = set()
+        self.aside: list[str] = []  # what this process moved or copied into the quarantine
         if root.exists() and not root.is_dir():
             raise StartupError(f"data directory {root}: there is a file of that name")
         try:
@@ -67,22 +95,54 @@ class DiskFiles:
             os.utime(self._lock)
             # the file system's own clock, which runs a few ms behind time.time()
             self.since = os.fstat(self._lock).st_mtime
-            for name in (TRASH, QUARANTINE, f"kv/{layout.TENANT}"):
-                (root / name).mkdir(parents=True, exist_ok=True)
+            self._dir = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            self._make_folders()
         except OSError as error:
-            raise StartupError(f"data directory {root}: {error.strerror}") from error
-        self._dir = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            raise StartupError(f"data directory {error.filename or root}: {error.strerror}") from error
         self._empty_trash()
 
+    def entry_files(self) -> Iterator[str]:
+        """Paths of whatever stands where entries do."""
+        for folder, folders, names in os.walk(self.root / "kv" / layout.TENANT):
+            base = os.path.relpath(folder, self.root)
+            for name in names + [name for name in folders if name.endswith(layout.SUFFIX)]:
+                yield f"{base}/{name}"
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises OSError."""
+        return os.stat(path, dir_fd=self._dir, follow_symlinks=False).st_size
+
+    def _make_folders(self) -> None:
+        """The directories of the layout; a file of such a name is moved aside."""
+        fanout = [f"kv/{layout.TENANT}/{number:02x}" for number in range(layout.FANOUT)]
+        for name in (QUARANTINE, "kv", TRASH, f"kv/{layout.TENANT}", *fanout):
+            path = self.root / name
+            if os.path.lexists(path) and not path.is_dir():
+                aside = f"{QUARANTINE}.unused" if name == QUARANTINE else ""
+                if aside:
+                    os.rename(path, self.root / aside)
+                    self.aside.append(aside)
+                else:
+                    aside = self.quarantine(name, 0)
+                log.error("%s is no directory: it was moved to %s", path, aside)
+            if name not in fanout:
+                path.mkdir(exist_ok=True)
+
     def _take_lock(self) -> int:
-        fd = os.open(self.root / "pion.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if (self.root / LOCK).is_dir():
+            os.rename(self.root / LOCK, self.root / f"{LOCK}.unused")
+            log.error("%s was a directory: it was moved to %s.unused", self.root / LOCK, LOCK)
+        fd = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            shared = _may_read_along(fd)
             os.close(fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise
+            if shared:
+                raise StartupError(f"data directory {self.root} is being verified by pion check") from None
             raise StartupError(f"data directory {self.root} is in use by the process {pid or 'unknown'}") from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -187,20 +247,28 @@ class DiskFiles:
             target = f"{QUARANTINE}/{base}.{generation:016x}.{n}"
         os.rename(path, target, src_dir_fd=self._dir, dst_dir_fd=self._dir)
         self._stale.update((path.rpartition("/")[0], QUARANTINE))
+        self.aside.append(target)
         return str(self.root / target)
 
     def keep_tail(self, path: str, fd: int, offset: int, end: int) -> str:
-        """Copy what is about to be cut off (at most 16 MiB of it) into the quarantine; returns the copy's path."""
+        """Copy what is about to be cut off (at most 16 MiB of it) into the quarantine; returns the copy's path.
+
+        A copy that cannot be made is no reason to lose what is whole: the answer then says so instead.
+        """
         base = path.rpartition("/")[2]
         target, n = f"{QUARANTINE}/{base}.tail-{offset}", 0
         while self._exists(target):
             n += 1
             target = f"{QUARANTINE}/{base}.tail-{offset}.{n}"
-        out = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            _write_all(out, os.pread(fd, min(end - offset, TAIL_KEPT), offset))
-        finally:
-            os.close(out)
+            out = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                _write_all(out, os.pread(fd, min(end - offset, TAIL_KEPT), offset))
+            finally:
+                os.close(out)
+        except OSError as error:
+            return f"(no copy: {error.strerror})"
+        self.aside.append(target)
         return str(self.root / target)
 
     def free_bytes(self) -> int:
@@ -232,6 +300,9 @@ class MemoryFiles:
     """Entry files that no other process sees and that end with this one: memfd, elsewhere unlinked temporary files."""
 
     keeps = False
+
+    def __init__(self) -> None:
+        self.aside: list[str] = []
 
     def create(self, path: str, data: bytes, *, over: int = 0) -> int:
         """A new nameless file that holds `data`."""
@@ -286,6 +357,15 @@ class MemoryFiles:
         """Nothing is held."""
 
 
+def _may_read_along(fd: int) -> bool:
+    """Whether whoever holds the lock only reads."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def available_memory() -> int:
     """Free memory as the kernel estimates it, cut to what a container may still use."""
     try:
@@ -310,7 +390,7 @@ def available_memory() -> int:
 def read_header(fd: int) -> tuple[framing.FileHeader, bytes]:
     """First record and key of an entry file. Raises FramingError or OSError."""
     header = framing.read_file_header(fd, type=layout.ENTRY_TYPE)
-    if header.version > layout.ENTRY_VERSION:
+    if header.version != layout.ENTRY_VERSION:
         raise framing.FramingError("version")
     return header, layout.header_key(header)
 

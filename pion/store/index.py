@@ -10,6 +10,7 @@ The dirty mark is written before the first row that makes it true.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from pion._core import framing, vstore
+from pion.store.files import open_regular
 
 TYPE: Final = b"PIDX"
 VERSION: Final = 1
@@ -97,6 +99,7 @@ class Loaded:
         closed: the last process ended in order.
         tail: bytes that were cut off, and why.
         records: how many were read.
+        boot: id of the machine's boot in which the file was opened last; empty = never.
     """
 
     entries: dict[bytes, Figures] = field(default_factory=dict)
@@ -107,6 +110,47 @@ class Loaded:
     tail: int = 0
     reason: str = ""
     records: int = 0
+    boot: bytes = b""
+
+
+def read_header(data: bytes) -> framing.FileHeader:
+    """The first record of an index file. Raises FramingError; "version" when another version of Pion wrote it."""
+    header = framing.unpack_file_header(data, type=TYPE)
+    if header.version != VERSION:
+        raise framing.FramingError("version")
+    return header
+
+
+def replay(data: bytes, header: framing.FileHeader, out: Loaded) -> int:
+    """Take in the records of an index file; returns where they end, with the reason in `out` if that is too early."""
+    view = memoryview(data)
+    at = header.size
+    unpack, seed = framing.unpack_log, header.seed
+    closed = False
+    while at < len(data):
+        try:
+            record = unpack(view[at:], seed)
+        except framing.FramingError as error:
+            out.reason = error.reason
+            break
+        at += record.total
+        out.records += 1
+        kind, key, value = record.kind, record.key, record.value
+        closed = kind == CLOSED
+        if kind == PUT:
+            out.entries[key] = unpack_figures(value)
+            out.dropped.pop(key, None)
+        elif kind == DROP:
+            out.entries.pop(key, None)
+            out.dropped[key] = int.from_bytes(value, "little")
+        elif kind == DIRTY and key in out.entries:
+            out.entries[key].flags &= ~CLEAN
+        elif kind == USED and key in out.entries:
+            out.entries[key].used = int.from_bytes(value, "little")
+        elif kind == OPENED:
+            out.boot = key
+    out.closed = closed
+    return at
 
 
 class Flush:
@@ -138,26 +182,32 @@ class Index:
         self._size = 0
         self._live = 0  # size right after the last rewrite
         self._moved = False  # renamed into place since the directory was last flushed
+        self._unflushed = True  # records were written since the last `to_flush`
         self._next: tuple[int, int] | None = None  # descriptor and seed of the file a running rewrite makes
 
-    def load(self, keep_tail: Callable[[int, int, int], str]) -> Loaded:
+    def load(self, keep_tail: Callable[[int, int, int], str], move_aside: Callable[[], str]) -> Loaded:
         """Read the file and open it for appending; a missing or foreign one is made anew.
 
         Args:
             keep_tail: called with (fd, offset, end) before a tail that is no record is cut off.
+            move_aside: called when the file cannot even be opened, or is no file.
         """
         out = Loaded()
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+            self._fd = open_regular(self.path, os.O_RDWR)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
+                raise
             out.trusted = False
             out.reason = "missing"
+            if not isinstance(error, FileNotFoundError):
+                out.reason = f"{error.strerror}; it was moved to {move_aside()}"
             self._create()
             return out
         size = os.fstat(self._fd).st_size
         data = os.pread(self._fd, size, 0)
         try:
-            header = framing.unpack_file_header(data, type=TYPE)
+            header = read_header(data)
         except framing.FramingError as error:
             out.trusted, out.reason, out.tail = False, f"header: {error.reason}", size
             keep_tail(self._fd, 0, size)
@@ -165,7 +215,8 @@ class Index:
             self._create()
             return out
         self._seed, self._size = header.seed, header.size
-        end = self._replay(data, out)
+        end = replay(data, header, out)
+        out.same_boot = bool(out.boot) and out.boot == boot_id()
         if end < size:
             out.tail = size - end
             # A record cut short is what a kill leaves of a write nobody was told of. Anything else is damage.
@@ -175,35 +226,6 @@ class Index:
         out.trusted = out.trusted and (out.same_boot or out.closed)
         self._size = self._live = end
         return out
-
-    def _replay(self, data: bytes, out: Loaded) -> int:
-        view = memoryview(data)
-        at, boot, closed = self._size, b"", False
-        unpack, seed = framing.unpack_log, self._seed
-        while at < len(data):
-            try:
-                record = unpack(view[at:], seed)
-            except framing.FramingError as error:
-                out.reason = error.reason
-                break
-            at += record.total
-            out.records += 1
-            kind, key, value = record.kind, record.key, record.value
-            closed = kind == CLOSED
-            if kind == PUT:
-                out.entries[key] = unpack_figures(value)
-                out.dropped.pop(key, None)
-            elif kind == DROP:
-                out.entries.pop(key, None)
-                out.dropped[key] = int.from_bytes(value, "little")
-            elif kind == DIRTY and key in out.entries:
-                out.entries[key].flags &= ~CLEAN
-            elif kind == USED and key in out.entries:
-                out.entries[key].used = int.from_bytes(value, "little")
-            elif kind == OPENED:
-                boot = key
-        out.same_boot, out.closed = bool(boot) and boot == boot_id(), closed
-        return at
 
     def _create(self) -> None:
         self._fd, self._seed, self._size = self._fresh(self.path.with_suffix(".new"))
@@ -254,6 +276,7 @@ class Index:
     def _write(self, fd: int, data: bytes) -> None:
         """At the end; a failed write is taken back."""
         at = self._size if fd == self._fd else os.lseek(fd, 0, os.SEEK_END)
+        self._unflushed = True
         try:
             written = os.pwrite(fd, data, at)
             if written != len(data):
@@ -293,6 +316,11 @@ class Index:
         fd, seed = self._next
         self._write(fd, b"".join(framing.pack_log(PUT, 0, key, figures.pack(), 0, seed) for key, figures in entries))
 
+    def rewritten(self) -> Flush:
+        """The new file, to be flushed without the lock before `end_rewrite`; if that fails, nothing depends on it."""
+        assert self._next is not None
+        return Flush([os.dup(self._next[0])], None)
+
     def end_rewrite(self, *, closed: bool = False) -> None:
         """Put the new file, which `flush` has made durable as far as that was promised, in the place of the old one.
 
@@ -323,7 +351,12 @@ class Index:
             self.path.with_suffix(".new").unlink(missing_ok=True)
 
     def to_flush(self) -> Flush:
-        """What a commit has to make durable; taken with the lock, flushed without it."""
+        """What a commit has to make durable; taken with the lock, flushed without it.
+
+        Nothing, when no record was written since the last call. A caller whose flush fails calls nothing durable again.
+        """
+        if not (self._unflushed or self._moved):
+            return Flush([], None)
         copies: list[int] = []
         try:
             for _, fd in self._targets():
@@ -332,7 +365,7 @@ class Index:
             for fd in copies:
                 os.close(fd)
             raise
-        moved, self._moved = self._moved, False
+        moved, self._moved, self._unflushed = self._moved, False, False
         return Flush(copies, self._root if moved else None)
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ class Keeping:
     def words(self, key: bytes) -> str:
         """The same in words, for the end of WHY; empty when there is nothing to say. The lock is held."""
         store = self.store
-        entry = store.peek(key)
+        entry = store.find(key)
         out = []
         if entry is not None and entry.parent is not None:
             out.append(f"continues '{_shown(entry.parent)}'")

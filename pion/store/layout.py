@@ -5,6 +5,7 @@
 <dir>/pion.index                      what entries there are (index.py)
 <dir>/kv/<tenant>/<xx>/<hash>.pion    one entry: records of framing.h, append-only
 <dir>/kv/trash/                       dropped entries on their way out; emptied at start
+<dir>/export/                         files of V.EXPORT (exports.py); emptied at start and end
 <dir>/quarantine/                     damaged entries and cut-off tails, kept for a person to look at
 ```
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 import time
 from collections.abc import Sequence
@@ -48,6 +50,8 @@ RAW: Final = b"r"
 _TURBO: Final = tuple(limits.FORMATS[name] for name in ("turbo4", "turbo3", "turbo2"))
 _KEYS: Final = 16  # turbo codes with this bit encode groups of keys
 _HYBRID: Final = limits.FORMATS["bf16_rope_fp8_body"]  # its parameter is the user's choice
+
+_ENTRY_PATH: Final = re.compile(rf"kv/{TENANT}/[0-9a-f]{{2}}/[0-9a-f]{{40}}\{SUFFIX}")
 
 # Attributes: type, u16. A reader skips the ones it does not know.
 _NAME, _DOMAIN, _CREATED = 1, 2, 3
@@ -216,6 +220,11 @@ def entry_path(key: bytes) -> str:
     """Path of an entry's file, relative to the data directory."""
     digest = hashlib.blake2b(key, digest_size=20).hexdigest()
     return f"kv/{TENANT}/{int(digest[:2], 16) % FANOUT:02x}/{digest}{SUFFIX}"
+
+
+def is_entry_path(path: str) -> bool:
+    """Whether a file of this name, relative to the data directory, can only be an entry."""
+    return _ENTRY_PATH.fullmatch(path) is not None
 
 
 def new_generation() -> int:

@@ -25,6 +25,7 @@ log = logging.getLogger("pion.store")
 
 seed_of = framing.seed_of
 NO_FAULT_OF_THE_FILE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
+GONE: Final = "its file was removed from the data directory"
 _ALL_ROWS: Final = 0xFFFFFFFF
 _AT_ONCE: Final = 64  # records between two looks at the lock
 
@@ -80,10 +81,7 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
         elif unsure and entry.rows is not None and entry.rows.last:
             _check(store, entry, [entry.rows.last])
     except FileNotFoundError:
-        log.warning("entry %r: its file is gone", entry.name)
-        if store.index is not None:
-            store.index.drop(entry.key, entry.generation)
-        store.forget(entry, "its file was removed from the data directory")
+        _gone(store, entry)
         return False
     except (vstore.DamageError, framing.FramingError) as error:
         store.lose(entry, str(error))
@@ -96,6 +94,59 @@ def load(store: Store, entry: Entry, *, thorough: bool = False) -> bool:
     except DamagedError:
         return not entry.gone and entry.rows is not None
     return True
+
+
+def _gone(store: Store, entry: Entry) -> None:
+    log.warning("entry %r: its file %s is gone", entry.name, entry.path)
+    if store.index is not None:
+        try:
+            store.index.drop(entry.key, entry.generation)
+        except OSError as error:
+            log.error("index: %s", error.strerror)
+    store.forget(entry, GONE)
+
+
+def intact(store: Store, entry: Entry) -> bool:
+    """Whether the file of an entry that was read is still there as a whole. If not, the entry is out of service.
+
+    Somebody may cut or remove it under a running server; what is left in memory would then be answered wrongly, or with
+    a broken connection, and what is stored would be lost.
+    """
+    if not store.files.keeps:
+        return True
+    # the padding behind the last payload need not be there; what streams in is not there yet
+    least = 0 if entry.writers else max(entry.size - framing.ALIGN + 1, 0)
+    if entry.ref is not None:
+        why = entry.ref.state(least)
+    else:
+        why = _look_again(store, entry, least)
+    if not why:
+        return True
+    if why == GONE:
+        _gone(store, entry)
+    else:
+        store.lose(entry, why)
+    return False
+
+
+def _look_again(store: Store, entry: Entry, least: int) -> str:
+    """What is wrong with the file of an entry whose descriptor was given back; "" = nothing."""
+    try:
+        fd = store.with_descriptor(lambda: store.files.open(entry.path))
+    except OSError as error:
+        if error.errno in NO_FAULT_OF_THE_FILE:
+            return ""
+        return GONE if isinstance(error, FileNotFoundError) else f"cannot be opened: {error.strerror}"
+    try:
+        size = os.fstat(fd).st_size
+        header, _ = files.read_header(fd)
+        if header.generation != entry.generation:
+            return "another file has taken its place"
+        return f"its file was cut to {size} bytes" if size < least else ""
+    except (OSError, framing.FramingError) as error:
+        return f"its first record: {error}"
+    finally:
+        os.close(fd)
 
 
 def _read(store: Store, entry: Entry) -> None:
@@ -115,6 +166,7 @@ def _read(store: Store, entry: Entry) -> None:
     rows.lost(collect.sized)
     known = entry.size
     entry.rows, entry.ref = rows, ref
+    entry.changes += 1
     entry.size = entry.base = framing.align_up(stop)
     entry.recount()
     store.opened(entry)
@@ -129,7 +181,9 @@ def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> 
         raise framing.FramingError(why)
     if why == "torn":  # a write that a crash interrupted; nobody was told that it had happened
         os.ftruncate(fd, stop)
-        log.info("entry %r: cut %d bytes of an interrupted write", entry.name, end - stop)
+        known = entry.synced > stop  # it had been on the medium, so this is damage; what is whole counts all the same
+        say = log.warning if known else log.info
+        say("entry %r: cut %d bytes of an interrupted write off %s", entry.name, end - stop, entry.path)
         return
     later = framing.resync(fd, stop, entry.seed, end)
     if later >= 0 and not _unsure(store, entry, stop):

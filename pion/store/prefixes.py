@@ -64,7 +64,7 @@ class Prefixes:
         with store.lock:
             if declared.parent is not None and store.order.circular(ns, declared.parent):
                 raise CommandError("ERR PARENT must be another namespace, and none that continues this one")
-            above = store.peek(layout.PREFIX + declared.parent) if declared.parent is not None else None
+            above = store.find(layout.PREFIX + declared.parent) if declared.parent is not None else None
             if above is not None:
                 store.touch(above)  # it must not go for its own child
             entry = self._find(ns)
@@ -164,7 +164,7 @@ class Prefixes:
         with store.lock:
             dropped = 0
             for ns in names:
-                entry = store.peek(layout.PREFIX + ns)
+                entry = store.find(layout.PREFIX + ns)
                 if entry is not None:
                     store.drop(entry, "dropped by KV.PREFIX.DROP")
                     dropped += 1
@@ -182,7 +182,7 @@ class Prefixes:
     def held(self, ns: bytes) -> bool:
         """Whether the K side is here, whatever is in it."""
         with self.store.lock:
-            entry = self.store.peek(layout.PREFIX + ns)
+            entry = self.store.find(layout.PREFIX + ns)
             return entry is not None and bool(entry.mask & 1)
 
     def why(self, ns: bytes) -> str:
@@ -232,7 +232,7 @@ class Prefixes:
                 place, key = self._order[i]
                 if i - first >= count and place != self._order[i - 1][0]:
                     return place, names
-                entry = store.peek(key)
+                entry = store.find(key)
                 if entry is None or not entry.mask & 1 or (scope is not None and entry.peek().scope != scope):
                     continue
                 if match is None or glob_match(match, entry.name):
@@ -274,7 +274,7 @@ class Prefixes:
     def membership(self, ns: bytes, blob: bytes) -> bytes | None:
         """Bitmap of the probes that are in the table, bit i (least significant first) for probe i; None without one."""
         with self.store.lock:
-            entry = self.store.peek(layout.PREFIX + ns)
+            entry = self.store.find(layout.PREFIX + ns)
             table = self._tables.get(ns) if entry is not None else None
             if entry is None or table is None:
                 found = self._hashes(ns)

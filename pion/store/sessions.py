@@ -14,7 +14,7 @@ from pion._core import vstore
 from pion._core.stream import Extents
 from pion.errors import CommandError, MismatchError
 from pion.store import groups, layout, loader, reading, writes
-from pion.store.entries import Entry, SessionNotFoundError
+from pion.store.entries import DamagedError, Entry, SessionNotFoundError
 from pion.store.layout import UNDECLARED, Declared, Side
 from pion.store.reading import StoredRows
 from pion.store.store import Store
@@ -36,6 +36,7 @@ class SessionInfo:
         rows: rows reported by each layer, gaps included.
         declared: what REGISTER said of the prefix.
         layers: (dim, format) of each layer; the code is in the lowest byte of the format, its parameter above.
+        states: layers of recurrent state that the entry holds besides.
     """
 
     index: int
@@ -44,6 +45,7 @@ class SessionInfo:
     rows: list[int]
     declared: Declared
     layers: list[tuple[int, int]]
+    states: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -80,10 +82,14 @@ class Sessions:
         self.fetches = 0
         self._last_snapshot = 0
 
-    def _find(self, sid: bytes) -> tuple[Entry, int, Side]:
+    def find(self, sid: bytes) -> tuple[Entry, int, Side]:
+        """Entry, side and what the side is made of. The store's lock is held."""
         key, side = locate(sid)
+        known = key in self.store.entries
         entry = self.store.get(key)
         about = entry.sides[side] if entry is not None else None
+        if entry is None and known:  # until now
+            raise DamagedError(f"ERR the stored entry is out of service: {self.store.ends.get(key, 'damaged')}")
         if entry is None or about is None:
             raise SessionNotFoundError
         return entry, side, about
@@ -91,7 +97,7 @@ class Sessions:
     def exists(self, sid: bytes) -> bool:
         """Whether the session is there. No use is noted."""
         key, side = locate(sid)
-        entry = self.store.peek(key)
+        entry = self.store.find(key)
         return entry is not None and bool(entry.mask & (1 << side))
 
     def create(self, sid: bytes, dim: int, fmt: int, layers: tuple[tuple[int, int], ...] = ()) -> int:
@@ -142,7 +148,7 @@ class Sessions:
         """Rows that are in memory, in one write."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             source = writes.SOURCES[fmt]
             self._check_place(entry, about, layer, start, count, memoryview(blob).nbytes, source)
             store.touch(entry)
@@ -183,7 +189,7 @@ class Sessions:
         """Where a large body goes while it arrives."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             source = -1 if nbytes == 2 * count * about.of(layer)[0] else _FP32
             self._check_place(entry, about, layer, start, count, nbytes, source)
             store.touch(entry)
@@ -212,7 +218,7 @@ class Sessions:
         in a thread before it."""
         key, _ = locate(sid)
         with self.store.lock:
-            entry = self.store.peek(key)
+            entry = self.store.find(key)
             return entry is not None and loader.unchecked(entry)
 
     def prepare(self, sid: bytes) -> None:
@@ -223,7 +229,7 @@ class Sessions:
 
     def load(self, key: bytes) -> Entry | None:
         """Read an entry's headers, most of the time without holding the lock."""
-        entry = self.store.peek(key)
+        entry = self.store.find(key)
         if entry is not None:
             loader.warm(self.store, entry)
         with self.store.lock:
@@ -233,7 +239,7 @@ class Sessions:
         """Rows [start, end) of one layer; None when the layer has none of them."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             store.touch(entry)
             self.fetches += end - start
             return reading.rows(store, entry, about, side, layer, start, end, native=native)
@@ -244,7 +250,7 @@ class Sessions:
         """The same of the first layers (default, and when there are fewer: all)."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             store.touch(entry)
             layers = self._layers(entry, side, about, num_layers)
             self.fetches += (end - start) * layers
@@ -256,7 +262,7 @@ class Sessions:
         """Rows [start, end) of one layer as they are stored; None when the layer has none of them."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             store.touch(entry)
             self.fetches += end - start
             return reading.stored(store, entry, about, side, layer, start, end)
@@ -265,7 +271,7 @@ class Sessions:
         """The same of the first layers (default, and when there are fewer: all)."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             store.touch(entry)
             layers = self._layers(entry, side, about, num_layers)
             self.fetches += (end - start) * layers
@@ -275,7 +281,7 @@ class Sessions:
         """Rows in the order of `ids`, as FP32; zeros for positions the layer does not have."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             store.touch(entry)
             self.fetches += len(ids)
             return reading.by_ids(store, entry, about, side, layer, ids)
@@ -286,23 +292,24 @@ class Sessions:
         """What one session is. No use is noted."""
         store = self.store
         with store.lock:
-            entry, side, about = self._find(sid)
+            entry, side, about = self.find(sid)
             assert entry.rows is not None
             count = self._layers(entry, side, about)
             rows = [entry.rows.tokens(side, layer) for layer in range(count)]
             dim, fmt = about.shown
             layers = [about.of(layer) for layer in range(count)]
-            return SessionInfo(store.slot(entry, side), dim, layout.code_of(fmt), rows, entry.declared, layers)
+            code = layout.code_of(fmt)
+            return SessionInfo(store.slot(entry, side), dim, code, rows, entry.declared, layers, len(entry.states))
 
     def dim(self, sid: bytes, layer: int) -> int:
         """Values per row of a layer; 0 for one beyond a schema without a default."""
         with self.store.lock:
-            return self._find(sid)[2].of(layer)[0]
+            return self.find(sid)[2].of(layer)[0]
 
     def num_layers(self, sid: bytes) -> int:
         """One more than the highest layer ever stored, or as many as the schema has."""
         with self.store.lock:
-            return self._layers(*self._find(sid))
+            return self._layers(*self.find(sid))
 
     def _layers(self, entry: Entry, side: int, about: Side, wanted: int | None = None) -> int:
         assert entry.rows is not None
@@ -315,7 +322,7 @@ class Sessions:
         """Remember the length of every layer of a session, in memory only; returns the snapshot's id."""
         store = self.store
         with store.lock:
-            entry, side, _ = self._find(sid)
+            entry, side, _ = self.find(sid)
             assert entry.rows is not None
             if entry.snapshots is None:
                 entry.snapshots = {}
@@ -330,7 +337,7 @@ class Sessions:
         """Cut the layers that are longer than at the snapshot. The cut is written to the file, not flushed."""
         store = self.store
         with store.lock:
-            entry, side, _ = self._find(sid)
+            entry, side, _ = self.find(sid)
             kept = (entry.snapshots or {}).get(ident)
             if kept is None or kept[0] != side:
                 raise CommandError("ERR V.RESTORE: unknown snap_id for this session")
@@ -347,7 +354,7 @@ class Sessions:
     def release(self, sid: bytes, ident: int) -> int:
         """Forget a snapshot; 1 when it was there."""
         with self.store.lock:
-            entry, side, _ = self._find(sid)
+            entry, side, _ = self.find(sid)
             if entry.snapshots is None or entry.snapshots.get(ident, [-1])[0] != side:
                 return 0
             del entry.snapshots[ident]

@@ -97,7 +97,9 @@ class Store(Caps):
         self.used: set[Entry] = set()  # whose clock the index does not know yet
         self.ends: OrderedDict[bytes, str] = OrderedDict()
         self.on_drop: Callable[[Entry], None] | None = None
+        self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
+        self.unlisted = 0  # bytes of files the listing has not come to yet
         self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
         self._open: OrderedDict[Entry, None] = OrderedDict()
         self._free_slots: list[int] = []
@@ -105,21 +107,29 @@ class Store(Caps):
 
     # --- finding ----------------------------------------------------------------------------------------------------
 
-    def get(self, key: bytes) -> Entry | None:
-        """The entry, its file read; None when there is none (or it has just turned out to be damaged)."""
+    def find(self, key: bytes) -> Entry | None:
+        """The entry, whether its file has been read or not."""
         entry = self.entries.get(key)
-        if entry is None or (entry.rows is None and not loader.load(self, entry)):
-            return None
-        if entry.expires and entry.expires <= self.now_ms():
-            with contextlib.suppress(StorageError):  # the tick tries again
-                self.expire_one(entry)
-            return None
-        return entry
+        if entry is None and self.finder is not None:
+            entry = self.finder(key)
+        return None if entry is None or self._due(entry) else entry
 
-    def peek(self, key: bytes) -> Entry | None:
-        """The entry, its file read or not. May be called without the lock."""
-        entry = self.entries.get(key)
-        return None if entry is None or (entry.expires and entry.expires <= self.now_ms()) else entry
+    def get(self, key: bytes) -> Entry | None:
+        """The entry, its file read and still what it was; None when there is none (or it has just turned out to be
+        damaged, or due: `ends` then says so)."""
+        entry = self.find(key)
+        if entry is None:
+            due = self.entries.get(key)
+            if due is not None:
+                with contextlib.suppress(StorageError):  # the tick tries again
+                    self.expire_one(due)
+            return None
+        if entry.rows is None:
+            return entry if loader.load(self, entry) and not self._due(entry) else None
+        return entry if loader.intact(self, entry) else None
+
+    def _due(self, entry: Entry) -> bool:
+        return 0 < entry.expires <= self.now_ms()
 
     def touch(self, entry: Entry) -> None:
         """Note a use of an entry, which is one of its ancestors."""
@@ -135,6 +145,11 @@ class Store(Caps):
             entry.ref = FdRef(self.with_descriptor(lambda: self.files.open(entry.path)))
             self.opened(entry)
         return entry.ref
+
+    def watch(self) -> None:
+        """Take entries out of service whose file failed while a reply was sent. The lock is held."""
+        for entry in [entry for entry in self._open if entry.ref is not None and entry.ref.failed]:
+            loader.intact(self, entry)
 
     def with_descriptor(self, make: Callable[[], T]) -> T:
         """Call something that opens a file. When there are no descriptors left, half of ours are given back first.
@@ -205,6 +220,8 @@ class Store(Caps):
         head = layout.file_header(key, entry.generation)
         data = head + loader.meta_record(entry, len(head)) + records
         self.make_room(len(data), over)
+        if over is not None:
+            self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
         try:
             fd = self.with_descriptor(lambda: self.files.create(entry.path, data, over=over.generation if over else 0))
         except OSError as error:
@@ -218,8 +235,10 @@ class Store(Caps):
             try:
                 self.index.put(key, entry.figures(clean=False))
             except OSError as error:
-                self.files.discard(entry.path, entry.generation)
-                raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
+                if over is None:
+                    self.files.discard(entry.path, entry.generation)
+                    raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
+                log.warning("entry %r: its file was replaced, the index still has the old figures", entry.name)
         self.insert(entry)
         self.opened(entry)
         self.wrote(entry, len(data))
@@ -259,6 +278,7 @@ class Store(Caps):
     def wrote(self, entry: Entry, nbytes: int) -> None:
         """Bytes of records have reached the page cache and are not on the medium yet."""
         entry.unsynced += nbytes
+        entry.changes += 1
         entry.quiet = 0
         self.totals.unsynced += nbytes
         self.unsynced.add(entry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -12,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from pion.demo import blas
 from pion.testing import server as start_server
 from tests.support import models
-from tests.support.peers import missing
+from tests.support.mlx_lm_versions import mlx_lm_folder
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(600)]
 models.need_mlx()
@@ -35,37 +33,46 @@ print(json.dumps({"from": mlx_lm.__file__, "hits": pc.hits, "offset": cache[0].o
 """
 
 
-def folder(version: str) -> Path:
-    """Where a version of mlx-lm lies; installed there on first use, without its requirements."""
-    home = blas.cache_dir() / "peers" / f"mlx-lm-{version}"
-    home.parent.mkdir(exist_ok=True)
-    with open(f"{home}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (home / "ready").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--upgrade",
-                "--target",
-                str(home),
-            ]
-            done = subprocess.run([*command, f"mlx-lm=={version}"], capture_output=True, text=True, check=False)
-            if done.returncode:
-                missing(f"mlx-lm {version} ({done.stderr.strip()[-300:]})")
-            (home / "ready").touch()
-    return home
+FILE_PROGRAM = """
+import hashlib, json, sys
+from tests.support import models
+from pion import PionPromptCache
+from pion.tools.portability import export_main, import_main
+import mlx_lm, mlx_lm.models.cache as module
+mx = models.mx
+port, file, theirs = sys.argv[1:4]
+model = models.tiny_llama("bfloat16", hidden_size=128, num_hidden_layers=3, rope_theta=1e4)
+ids = list(range(40))
+sums = []
+with PionPromptCache(model, port=int(port), vquant="mlx4g32", k_format="mlx4g32", boundary_protect=1) as pc:
+    cache = pc.get_or_prefill(ids, "file")
+for imported in sys.argv[4:]:
+    assert import_main(["--port", port, imported, "from another"]) == 0
+    with PionPromptCache(port=int(port)) as pc:
+        sums.append(pc.lookup("from another"))
+        pc.drop("from another")
+assert export_main(["--port", port, "file", file]) == 0
+loaded, metadata = module.load_prompt_cache(file, return_metadata=True)
+assert [type(c).__name__ for c in loaded] == ["KVCache", "QuantizedKVCache", "KVCache"]
+firsts = [c.keys[0] if isinstance(c.keys, (list, tuple)) else c.keys for c in loaded]
+words = [bytes(memoryview(mx.contiguous(keys[:, :, :40]).view(mx.uint16))) for keys in firsts]
+cache = [module.KVCache() for _ in range(3)]
+model(mx.array([ids]), cache=cache)
+quantized = [c.to_quantized(group_size=32, bits=8) for c in cache]
+module.save_prompt_cache(theirs, [cache[0], quantized[1], cache[2]], {"model": "tiny"})
+print(json.dumps({
+    "from": mlx_lm.__file__, "offsets": [c.offset for c in loaded], "namespace": metadata["pion_namespace"],
+    "sum": hashlib.sha256(b"".join(words)).hexdigest(), "hits": sums,
+}))
+"""
 
 
-def run(version: str, port: int) -> dict[str, Any]:
+def run(version: str, *arguments: object, program: str = PROGRAM) -> dict[str, Any]:
     path = [os.getcwd(), *filter(None, sys.path)]
     if version != INSTALLED:
-        path.insert(0, str(folder(version)))
+        path.insert(0, str(mlx_lm_folder(version)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-c", PROGRAM, str(port)]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -81,3 +88,25 @@ def test_one_version_fetches_what_another_stored(tmp_path: Path, first: str) -> 
     assert cold["hits"] == 0
     assert {version: seen["hits"] for version, seen in warm.items()} == dict.fromkeys(warm, 1)
     assert {version: seen["tokens"] for version, seen in warm.items()} == dict.fromkeys(warm, cold["tokens"])
+
+
+def test_files_are_those_of_the_version_that_is_installed(tmp_path: Path) -> None:
+    """Each version loads what was exported beside it; and every version's files, quantized layers included, can be
+    imported beside every other one."""
+    seen: dict[str, dict[str, Any]] = {}
+    with start_server("--kvcache", dir=tmp_path / "data") as server:
+        for version in VERSIONS:
+            names = [f"{kind}-{version}.safetensors" for kind in ("exported", "theirs")]
+            others = [tmp_path / f"theirs-{other}.safetensors" for other in seen]
+            files = [*(tmp_path / name for name in names), *others]
+            seen[version] = run(version, server.port, *files, program=FILE_PROGRAM)
+        last = [tmp_path / f"theirs-{version}.safetensors" for version in VERSIONS]
+        again = run(
+            INSTALLED, server.port, tmp_path / "x.safetensors", tmp_path / "y.safetensors", *last, program=FILE_PROGRAM
+        )
+    assert again["hits"] == [True, True, True]
+    assert [len(result["hits"]) for result in seen.values()] == [0, 1, 2]
+    for result in seen.values():
+        assert result["offsets"] == [40, 40, 40]
+        assert result["namespace"] == "file"
+        assert result["sum"] == again["sum"]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from pion import PionPromptCache
+from pion import Client, PionPromptCache
 from pion.client.caches import pack_rows
 from pion.testing import server as start_server
 from tests.support import models, published
+from tests.support.mlx_lm_versions import mlx_lm_folder
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 models.need_mlx()
@@ -45,6 +46,44 @@ def test_cold_warm_and_after_a_kill(tmp_path: Path) -> None:
         assert seen["sums"] == cold["sums"], "the rows are those that were stored"
         assert seen["offset"] == cold["offset"] == len(ids.split(","))
         assert seen["answer"] == cold["answer"]
+
+
+def commandstats(port: int) -> dict[str, dict[str, int]]:
+    """Calls and failures by command."""
+    with Client(port=port) as client:
+        lines = client.call("INFO", "commandstats").decode().split("\r\n")
+    out = {}
+    for line in lines:
+        name, _, figures = line.partition(":")
+        if name.startswith("cmdstat_"):
+            pairs = dict(pair.split("=") for pair in figures.split(","))
+            out[name.removeprefix("cmdstat_")] = {"calls": int(pairs["calls"]), "failed": int(pairs["failed_calls"])}
+    return out
+
+
+def test_its_export_lane_takes_files_instead_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V.EXPORT, wire 1.7: a hit is one file, which the client opens; and the same K/V as over the wire.
+
+    The client gives the arrays to mlx-lm's caches as mlx-lm took them up to 0.31; beside a later one it opens the file
+    and then fetches all the same.
+    """
+    old = mlx_lm_folder("0.31.3")
+    _, tokenizer = models.smollm2_model()
+    ids = ",".join(map(str, tokenizer.encode(PREFIX, add_special_tokens=False)))
+    with start_server("--kvcache", dir=tmp_path) as server:
+        cold = published.run(str(server.port), "exported", ids, "float32", "4", path=old)
+        seen = commandstats(server.port)
+        warm = published.run(str(server.port), "exported", ids, "float32", "4", path=old)
+        again = commandstats(server.port)
+        monkeypatch.setenv("PION_PROMPT_CACHE_NO_EXPORT", "1")
+        wire = published.run(str(server.port), "exported", ids, "float32", "4", path=old)
+        last = commandstats(server.port)
+    assert seen["v.export"] == {"calls": 1, "failed": 0}
+    assert again["v.export"] == last["v.export"] == {"calls": 2, "failed": 0}
+    assert "v.fetch" not in again, "no row of the hit came over the wire"
+    assert last["v.fetch"]["calls"] > 0
+    assert warm["sums"] == wire["sums"] == cold["sums"]
+    assert warm["answer"] == wire["answer"] == cold["answer"]
 
 
 def test_it_reads_a_bf16_entry_of_ours(tmp_path: Path) -> None:

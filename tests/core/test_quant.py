@@ -288,3 +288,22 @@ def test_constants_agree_with_the_twin() -> None:
     for code in TARGETS:
         for dim in DIMS:
             assert quant.row_bytes(code, dim) == ref.row_bytes(code, dim) == limits.row_bytes(code, dim)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 12), st.randoms(use_true_random=False))
+def test_heads_are_split_as_the_twin_splits_them(heads: int, head_bytes: int, rows: int, rng) -> None:
+    data = rng.randbytes(heads * head_bytes * rows)
+    want = ref.split_heads(data, heads, head_bytes)
+    assert quant.split_heads(data, heads, head_bytes) == want
+    out = bytearray(len(data) + 3)
+    assert quant.split_heads(data, heads, head_bytes, out=out) is out
+    assert out == want + bytes(3)
+
+
+def test_heads_of_no_whole_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 bytes are not whole rows of 2 x 2"):
+        quant.split_heads(bytes(7), 2, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        quant.split_heads(bytes(8), 0, 2)
+    with pytest.raises(ValueError, match="out holds 7 bytes, 8 are needed"):
+        quant.split_heads(bytes(8), 2, 2, out=bytearray(7))

@@ -124,20 +124,21 @@ class Step:
     effect: Callable[[Model, bool], None]
 
 
-def _rows(rng: random.Random, count: int, fmt: str) -> tuple[bytes, list[str]]:
+def _rows(rng: random.Random, count: int, dim: int) -> tuple[bytes, list[str]]:
     """Rows as they are sent (FP32) and as they come back, hex by row; values every format keeps."""
-    values = np.array([rng.randint(1, 255) for _ in range(count * DIM)], np.float32).reshape(count, DIM)
+    values = np.frombuffer(rng.randbytes(count * dim), np.uint8).astype(np.float32).reshape(count, dim) + 1
     return values.tobytes(), [row.tobytes().hex() for row in values]
 
 
-def _register(name: str, number: int, fmt: str) -> Step:
+def _register(name: str, number: int, fmt: str, dim: int = DIM) -> Step:
     def effect(model: Model, acked: bool) -> None:
         thing = model.prefixes[name]
         fresh = {number: Generation(number, FORMATS[fmt])}
         thing.now = fresh if acked else {**thing.now, **fresh}
+        thing.since[0] = None  # a power cut may take the new one, and with it the name of the one it replaced
 
     frame = command(
-        "KV.PREFIX.REGISTER", name, DIM, fmt, "ROWS", ROWS, "LAYERS", 1, "DIGEST", f"{number:04x}", "REPLACE"
+        "KV.PREFIX.REGISTER", name, dim, fmt, "ROWS", ROWS, "LAYERS", 1, "DIGEST", f"{number:04x}", "REPLACE"
     )
     return Step(f"REGISTER {name} {fmt}", frame, effect)
 
@@ -211,7 +212,7 @@ def _simple(rng: random.Random) -> Step:
 def twelve() -> list[Step]:
     """The fixed history: everything a store does, once."""
     rng = random.Random(0)
-    store = [_rows(rng, ROWS, "fp16"), _rows(rng, ROWS, "fp16"), _rows(rng, 5, "bf16")]
+    store = [_rows(rng, ROWS, DIM), _rows(rng, ROWS, DIM), _rows(rng, 5, DIM)]
     return [
         _register("a", 1, "fp16"),
         _store("a", 0, 0, ROWS, *store[0]),
@@ -228,8 +229,8 @@ def twelve() -> list[Step]:
     ]
 
 
-def random_history(seed: int, length: int = 12) -> list[Step]:
-    """Steps that all make sense one after the other."""
+def random_history(seed: int, length: int = 12, dim: int = DIM) -> list[Step]:
+    """Steps that all make sense one after the other; prefixes with `dim` values in a row."""
     rng = random.Random(seed)
     steps: list[Step] = []
     number = 0
@@ -240,16 +241,16 @@ def random_history(seed: int, length: int = 12) -> list[Step]:
         if kind == "register" or (kind == "store" and name not in known):
             number += 1
             known[name] = rng.choice([fmt for fmt in FORMATS if fmt != known.get(name)])
-            steps.append(_register(name, number, known[name]))
+            steps.append(_register(name, number, known[name], dim))
         elif kind == "store":
             count = rng.choice([1, 3, ROWS])
             start = rng.randint(0, ROWS - count)
-            steps.append(_store(name, rng.randint(0, 1), start, count, *_rows(rng, count, known[name])))
+            steps.append(_store(name, rng.randint(0, 1), start, count, *_rows(rng, count, dim)))
         elif kind == "drop" and name in known:
             del known[name]
             steps.append(_drop(name))
         elif kind == "key":
             steps.append(_simple(rng))
-        elif kind in ("COMMIT", "SAVE"):
+        elif kind == "COMMIT" or (kind == "SAVE" and known):  # without a session SAVE answers an error
             steps.append(_whole(kind))
     return steps

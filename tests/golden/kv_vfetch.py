@@ -6,6 +6,8 @@ import re
 
 from tests.golden.kit import INT, NIL, NOT_INT, OK, bulk, case, cmd, err, errors, f16, f32, lines
 
+EXPORT_REQUIRES = "ERR V.EXPORT requires: k_session_id v_session_id start end n_layers n_kv_heads head_dim"
+
 CASES = [
     # §1.4 -------------------------------------------------------------------------------------------------
     case(
@@ -164,11 +166,41 @@ CASES = [
         setup=(cmd("V.CREATE r4 1"),),
     ),
     # §1.7 -------------------------------------------------------------------------------------------------
+    case(
+        "export: an absolute path that ends as mx.load wants it",
+        "1.7",
+        (cmd("V.CREATE ex1_pk 2 VQUANT fp16"), INT),
+        (cmd("V.CREATE ex1_pv 2 VQUANT fp16"), INT),
+        (cmd("V.STOREBATCH ex1_pk 0 0 1 % FMT F16", f16(1.0, 2.0)), OK),
+        (cmd("V.STOREBATCH ex1_pv 0 0 1 % FMT F16", f16(0.5, 3.0)), OK),
+        (cmd("V.EXPORT ex1_pk ex1_pv 0 1 1 1 2"), re.compile(rb"\$\d+\r\n/[^\r\n]+\.safetensors\r\n")),
+    ),
     errors(
         "export: an error, on which published clients fall back",
         "1.7",
-        (cmd("V.EXPORT x1_pk x1_pv 0 1 1 1 1"), "ERR V.EXPORT is not in this version"),
-        (cmd("V.EXPORT"), "ERR V.EXPORT is not in this version"),
+        *[
+            (cmd(" ".join(["V.EXPORT", *["ex2_pk", "ex2_pv", "0", "1", "1", "1", "2"][:count]])), EXPORT_REQUIRES)
+            for count in range(7)
+        ],
+        (cmd("V.EXPORT nobody ex2_pv 0 1 1 1 2"), "ERR session not found"),
+        (cmd("V.EXPORT ex2_pk nobody 0 1 1 1 2"), "ERR session not found"),
+        (cmd("V.EXPORT ex2_pk ex2_pv 1 1 1 1 2"), "ERR V.EXPORT invalid range: end must exceed start (>=0)"),
+        (cmd("V.EXPORT ex2_pk ex2_pv -1 1 1 1 2"), "ERR V.EXPORT invalid range: end must exceed start (>=0)"),
+        (cmd("V.EXPORT ex2_pk ex2_pv 0 x 1 1 2"), NOT_INT),
+        (cmd("V.EXPORT ex2_pk ex2_pv 0 1 0 1 2"), "ERR n_layers out of range (1..80)"),
+        (cmd("V.EXPORT ex2_pk ex2_pv 0 1 2 1 2"), "ERR V.EXPORT: n_layers 2, K has 1"),
+        (cmd("V.EXPORT ex2_pk ex2_pv 0 1 1 0 2"), "ERR n_kv_heads out of range (1..8192)"),
+        (
+            cmd("V.EXPORT ex2_pk ex2_pv 0 1 1 2 2"),
+            "ERR V.EXPORT: n_kv_heads x head_dim is 4, layer 0 of K has rows of 2 values",
+        ),
+        (cmd("V.EXPORT ex2_pk ex2_pv 0 2 1 1 2"), "ERR V.EXPORT: layer 0 of K does not hold all rows 0..2"),
+        (cmd("V.EXPORT ex2_pk ex2_pv 0 1 1 1 2"), "ERR V.EXPORT: n_layers 1, V has 0"),
+        setup=(
+            cmd("V.CREATE ex2_pk 2 VQUANT fp16"),
+            cmd("V.CREATE ex2_pv 2 VQUANT fp16"),
+            cmd("V.STOREBATCH ex2_pk 0 0 1 % FMT F16", f16(1.0, 2.0)),
+        ),
     ),
     # §0 ---------------------------------------------------------------------------------------------------
     case(
@@ -202,6 +234,7 @@ CASES = [
         (cmd("V.INFO"), "ERR V-store not enabled"),
         (cmd("V.RESTORE g1 1"), "ERR V-store not enabled"),
         (cmd("V.COMMIT g1 1"), "ERR V-store not enabled"),
+        (cmd("V.EXPORT g1 g1 0 1 1 1 1"), "ERR V-store not enabled"),
         (cmd("KV.PREFIX.REGISTER g1 4 fp16"), "ERR V-store not enabled (use --kvcache)"),
         (cmd("KV.PREFIX.OWNER g1"), "ERR V-store not enabled (use --kvcache)"),
         (cmd("KV.PREFIX.BLOCKS g1"), "ERR V-store not enabled (use --kvcache)"),

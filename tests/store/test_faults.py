@@ -273,7 +273,10 @@ def test_b12_the_index_is_rebuilt_from_the_entries(engine: Engine, tmp_path: Pat
     else:
         index.write_bytes(b"PIONVS01 and so on")
     with Engine(path, ticker=False) as again:
+        for thread in again._threads:  # the directory is listed while the engine serves
+            thread.join()
         after = again.info()
+        assert after["vstore_listing"] == 0
         same = ("registered_prefixes", "total_prefix_tokens", "vstore_sessions", "vstore_bytes", "vstore_file_bytes")
         assert {name: after[name] for name in same} == {name: before[name] for name in same}
         for ns, blob in blobs.items():

@@ -46,9 +46,15 @@ def interpreter(*, install: bool = False) -> Path:
     return python
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    """Run `published_script.py` in that environment; what its last line of output says."""
+def run(*arguments: str, path: Path | None = None) -> dict[str, Any]:
+    """Run `published_script.py` in that environment; what its last line of output says.
+
+    Args:
+        path: packages that come before those of the environment.
+    """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
     done = subprocess.run(
         [str(interpreter()), str(SCRIPT), *arguments], env=env, cwd="/", capture_output=True, text=True, check=False
     )

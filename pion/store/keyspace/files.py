@@ -65,10 +65,10 @@ def read_head(fd: int, kind: bytes) -> Head:
     """Decode the first record.
 
     Raises:
-        FramingError: it is not whole, of another kind, or ("version") of a newer Pion.
+        FramingError: it is not whole, of another kind, or ("version") of another version of the format.
     """
     head = read_file_header(fd, type=kind)
-    if head.version > VERSION:
+    if head.version != VERSION:
         raise FramingError("version")
     numbers = {key: int.from_bytes(value, "little") for key, value in unpack_attrs(head.attrs)}
     if NUMBER not in numbers:
@@ -136,12 +136,17 @@ def set_aside(path: Path, fd: int, offset: int, nbytes: int) -> Path:
     return target
 
 
-def move_aside(path: Path) -> Path:
-    """Rename a file that must not be used to `<file>.unused` (with a suffix if there is one)."""
-    target = path.with_name(f"{path.name}.unused")
+def move_aside(path: Path, name: str = "") -> Path:
+    """Rename a file that must not be used to `<file>.unused` (with a suffix if there is one).
+
+    Args:
+        name: what it is called in the data directory, when it stands in a directory below.
+    """
+    folder = path.parent.parent if name else path.parent
+    target = folder / f"{name or path.name}.unused"
     for attempt in range(1, 10_000):
-        if not target.exists():
+        if not os.path.lexists(target):
             break
-        target = path.with_name(f"{path.name}.unused-{attempt}")
+        target = folder / f"{name or path.name}.unused-{attempt}"
     os.rename(path, target)
     return target

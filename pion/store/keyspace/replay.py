@@ -8,15 +8,18 @@ The rules for what is not whole:
   still counts, as dropping it would lose more and bring back what it deleted. Without that proof it may as well be a
   power cut that wrote the end of the file before the middle: then the log is cut there, so that what is kept is what
   was there at some moment.
-* A file that does not belong to the chain of generations is moved aside.
+* A file that does not belong to the chain of generations, that cannot be read or is of another version of the format
+  is moved aside.
 
 Nothing of this stops a start, everything of it is reported.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from pion._core.framing import FramingError
 from pion._core.keyspace import Keyspace
 from pion._core.ksload import Loader, resync_log
 from pion.errors import StartupError
+from pion.store.files import open_regular
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG, SNAPSHOT, Head
 
@@ -98,7 +102,7 @@ class Replay:
         """Read everything.
 
         Raises:
-            StartupError: a file is of a newer version, or has more databases than there are.
+            StartupError: a file has records of a newer version, or more databases than there are.
             OSError: reading failed.
         """
         snapshots, logs = files.find(self.root)
@@ -115,8 +119,12 @@ class Replay:
         self.loader.finish()
         chain.cold = list(self.loader.ghosts)
         for (db, key), reason in self.loader.damaged.items():
+            name = self.loader.lost_files[db, key]
+            log.error("database %d, key %r: the file of its value, blob/%s, is lost (%s); the key is gone",
+                      db, key, name, reason)  # fmt: skip
             self.recovery.lost_values += 1
-            log.error("database %d, key %r: the file of its value is lost (%s); the key is gone", db, key, reason)
+            with suppress(FileNotFoundError):
+                self.recovery.set_aside.append(files.move_aside(self.root / "blob" / name, f"blob.{name}"))
         return chain
 
     # --- snapshots --------------------------------------------------------------------------------------------------
@@ -125,14 +133,17 @@ class Replay:
         """Load the newest complete snapshot, or what is left of the newest."""
         for number in reversed(numbers):
             path = files.path_of(self.root, SNAPSHOT, number)
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._opened(path, os.O_RDWR)
+            if fd < 0:
+                self._unused(path)
+                continue
             try:
                 head = self._head(path, fd, SNAPSHOT, number)
                 if head is None:
                     continue
                 end = os.fstat(fd).st_size
                 found = self.loader.load(fd, head.size, end, head.seed)
-                whole = found.reason == "end" and found.complete
+                whole = found.complete
                 older = [other for other in numbers if other < number]
                 if not whole and older and (self.root / f"pion.wal.{older[-1]}").exists():
                     log.error("%s is not whole (%s at byte %d); going back to snapshot %d",
@@ -142,6 +153,11 @@ class Replay:
                     self.keyspace.expire_cycle(60_000_000)
                     continue
                 self.recovery.records += found.records
+                if whole and found.reason != "end":  # something was appended to it
+                    self._aside(path, fd, found.offset, end - found.offset, found.reason)
+                    self.recovery.cut_bytes += end - found.offset
+                    os.ftruncate(fd, found.offset)
+                    end = found.offset
                 if not whole:
                     self._salvage(path, fd, found.offset, end, head.seed, found.reason)
                 chain.base, chain.snapshot_bytes, chain.generation = number, end, head.belongs_to
@@ -169,7 +185,9 @@ class Replay:
     def _load_log(self, chain: Chain, number: int, later: list[int]) -> bool:
         """Replay one log; False when what follows, or with another `chain.number` the log itself, does not count."""
         path = files.path_of(self.root, LOG, number)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = self._opened(path, os.O_RDWR)
+        if fd < 0:
+            return False
         head = self._head(path, fd, LOG, number)
         if head is None or not self._belongs(chain, head, path):
             os.close(fd)
@@ -186,7 +204,7 @@ class Replay:
         last = chain.number or chain.base
         if not last:
             if head.number > 1:
-                log.error("%s: the snapshot before it is missing", path.name)
+                log.error("%s: pion.snapshot.%d, or the logs before it, are missing", path.name, head.number)
                 self.recovery.damaged_bytes += 1
             return True
         if head.number == chain.base and not chain.number:
@@ -246,7 +264,10 @@ class Replay:
     def _synced(self, later: list[int]) -> bool:
         """Whether a later log was ever synced: then so had been all before it."""
         for number in later:
-            fd = os.open(files.path_of(self.root, LOG, number), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fd = open_regular(files.path_of(self.root, LOG, number))
+            except OSError:
+                continue
             try:
                 head = files.read_head(fd, LOG)
                 if self._look_ahead(fd, head.size, os.fstat(fd).st_size, head.seed)[1]:
@@ -259,13 +280,24 @@ class Replay:
 
     # --- what is wrong ----------------------------------------------------------------------------------------------
 
+    def _opened(self, path: Path, flags: int) -> int:
+        """A descriptor, or -1 when the file cannot be used: no permission, or something else has its name."""
+        try:
+            return open_regular(path, flags)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
+                raise
+            log.error("%s cannot be read: %s", path.name, error.strerror)
+            return -1
+
     def _head(self, path: Path, fd: int, kind: bytes, number: int) -> Head | None:
         try:
             head = files.read_head(fd, kind)
         except FramingError as error:
             if error.reason == "version":
-                raise StartupError(f"{path}: written by a newer version of Pion") from error
-            log.error("%s: its first record is not whole (%s)", path.name, error.reason)
+                log.error("%s was written by another version of Pion", path.name)
+            else:
+                log.error("%s: its first record is not whole (%s)", path.name, error.reason)
             if kind == SNAPSHOT:
                 self._unused(path)
             return None
@@ -283,7 +315,11 @@ class Replay:
             raise StartupError(f"{path}: has keys in a database above {self.keyspace.databases - 1}; raise --databases")
 
     def _aside(self, path: Path, fd: int, offset: int, nbytes: int, reason: str) -> None:
-        copy = files.set_aside(path, fd, offset, nbytes)
+        try:
+            copy = files.set_aside(path, fd, offset, nbytes)
+        except OSError as error:  # no reason to lose what is whole
+            log.error("%s: no copy of %d bytes from %d on (%s): %s", path.name, nbytes, offset, reason, error.strerror)
+            return
         self.recovery.set_aside.append(copy)
         log.warning("%s: %d bytes from %d on (%s) are kept in %s", path.name, nbytes, offset, reason, copy.name)
 
@@ -292,7 +328,10 @@ class Replay:
             self._unused(files.path_of(self.root, LOG, number))
 
     def _unused(self, path: Path) -> None:
-        copy = files.move_aside(path)
+        try:
+            copy = files.move_aside(path)
+        except FileNotFoundError:
+            return
         self.recovery.unused_files += 1
         self.recovery.set_aside.append(copy)
         log.error("%s is not used; it is kept as %s", path.name, copy.name)

@@ -93,7 +93,7 @@ class KeyspaceStore:
         """Read everything back and attach the log.
 
         Raises:
-            StartupError: a file was written by a newer version.
+            StartupError: a log has records of a newer version, or of a database that there is not.
             OSError: the directory cannot be used.
         """
         self._owner = threading.get_ident()

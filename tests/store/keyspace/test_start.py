@@ -221,7 +221,7 @@ def test_a_snapshot_survives_the_loss_of_its_log(tmp_path: Path, caplog: pytest.
     store.close()
 
 
-def test_foreign_and_newer_files(tmp_path: Path) -> None:
+def test_foreign_and_newer_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pion.wal.01").write_bytes(b"x")
     (tmp_path / "pion.wal.backup").write_bytes(b"x")
     (tmp_path / "pion.snapshot.4.tmp").write_bytes(b"x")
@@ -237,10 +237,16 @@ def test_foreign_and_newer_files(tmp_path: Path) -> None:
         attrs=pack_attrs([(files.NUMBER, (2).to_bytes(8, "little"))]),
     )
     log_of(tmp_path, 2).write_bytes(first)
-    with pytest.raises(StartupError, match="newer version"):
-        open_store(tmp_path)
-    with pytest.raises(FramingError), log_of(tmp_path, 2).open("rb") as file:
-        files.read_head(file.fileno(), files.SNAPSHOT)
+    for kind in (files.LOG, files.SNAPSHOT):
+        with pytest.raises(FramingError), log_of(tmp_path, 2).open("rb") as file:
+            files.read_head(file.fileno(), kind)
+    store = open_store(tmp_path)
+    assert names(store) == ["a"]
+    assert "pion.wal.2 was written by another version" in caplog.text
+    assert [path.name for path in store.recovery.set_aside] == ["pion.wal.2.unused"]
+    assert store.recovery.unused_files == 1
+    assert (tmp_path / "pion.wal.2.unused").read_bytes() == first
+    store.close()
 
 
 def test_records_of_a_newer_version_and_of_more_databases_are_refused(tmp_path: Path) -> None:

@@ -102,7 +102,9 @@ def test_a_damaged_value_file_loses_its_key_loudly(
         assert store.keyspace.get(0, b"a") is None
         assert store.keyspace.lost_values == 1
         store.keyspace.flush_log()
-    assert "key b'a': the file of its value is lost" in caplog.text
+    assert f"key b'a': the file of its value, blob/{name}, is lost" in caplog.text
+    kept = tmp_path / f"blob.{name}.unused"  # for a person to look at
+    assert kept.exists() == (damage != "missing")
     store.tick()
     while store.rewriting:
         store.tick()
