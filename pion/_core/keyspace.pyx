@@ -501,7 +501,7 @@ cdef class Keyspace:
         return ks_table_drop(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
 
     def table_used(self, bytes name) -> int:
-        """The number (`next_use`) of a table's last probe by a client, 0 when there is none of that name. Any thread."""
+        """The number (`next_use`) of a table's last probe by a client, 0: there is none of that name. Any thread."""
         return ks_table_used(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
 
     def next_use(self, uint64_t least=0) -> int:

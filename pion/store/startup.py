@@ -60,8 +60,6 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index, max_sessions: int
         )
     if known.tail:
         log.warning("%s: cut %d bytes that are no record (%s)", index.NAME, known.tail, known.reason)
-    elif not known.trusted and known.reason:
-        log.warning("%s: %s; it is made from the entries", index.NAME, known.reason)
     for name in foreign_originals(files.root):
         log.warning("%s is a snapshot of another Pion: it is neither read nor overwritten", name)
     store.power_cut = not known.same_boot
@@ -73,9 +71,13 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index, max_sessions: int
         store.load_index(known.entries)
     for key, generation in known.dropped.items():
         _bury(files, key, generation)
-    if not known.trusted and (store.power_cut or not _fits(store, files, found, max_sessions, max_bytes)):
-        list_directory(store, files, found)
-        found.listed = True
+    if not known.trusted:
+        fits = _fits(files, found, max_sessions, max_bytes)
+        if found.nbytes or known.reason != "missing":
+            log.warning("%s: %s; it is made from the entries", index.NAME, known.reason or "not closed in order")
+        if store.power_cut or not fits:
+            list_directory(store, files, found)
+            found.listed = True
     for entry in [entry for entry in store.entries.values() if entry.dirty]:
         found.replayed += 1
         if entry.rows is None or store.power_cut:
@@ -113,7 +115,7 @@ def _bury(files: DiskFiles, key: bytes, generation: int) -> None:
         files.discard(path, generation)
 
 
-def _fits(store: Store, files: DiskFiles, found: Found, max_sessions: int, max_bytes: int | None) -> bool:
+def _fits(files: DiskFiles, found: Found, max_sessions: int, max_bytes: int | None) -> bool:
     """Whether everything in the directory is below the caps, whatever it is."""
     count = 0
     for path in files.entry_files():
@@ -123,11 +125,14 @@ def _fits(store: Store, files: DiskFiles, found: Found, max_sessions: int, max_b
     return 2 * count <= max_sessions and (max_bytes is None or found.nbytes <= max_bytes)
 
 
-def list_directory(store: Store, files: DiskFiles, found: Found) -> None:
-    """Take in entry files the index does not know, report what is none, remove unfinished ones."""
+def list_directory(store: Store, files: DiskFiles, found: Found, flushes: int = 0) -> None:
+    """Take in entry files the index does not know, report what is none, remove unfinished ones.
+
+    Args:
+        flushes: how many there had been when what is in the directory was stored.
+    """
     with store.lock:
         known = {entry.path: entry for entry in store.entries.values()}
-        flushes = store.flushes
     foreign: list[str] = []
     for path in files.entry_files():
         if path in known:

@@ -355,12 +355,15 @@ class Store(Caps):
     def lose(self, entry: Entry, why: str) -> None:
         """Take a damaged entry out of service: its file is moved aside, never deleted, never served."""
         self.quarantined += 1
+        moved = True
         try:
             where = self.files.quarantine(entry.path, entry.generation)
-            log.error("entry %r is damaged (%s): moved to %s", entry.name, why, where)
+            log.error("entry %r, %s, is damaged (%s): moved to %s", entry.name, entry.path, why, where)
         except OSError as error:
-            log.error("entry %r is damaged (%s) and could not be moved aside: %s", entry.name, why, error.strerror)
-        if self.index is not None:
+            moved = isinstance(error, FileNotFoundError)
+            text = "entry %r, %s, is damaged (%s) and could not be moved aside: %s"
+            log.error(text, entry.name, entry.path, why, error.strerror)
+        if self.index is not None and moved:  # else the next start looks at it again, and does not delete it
             try:
                 self.index.drop(entry.key, entry.generation)
             except OSError as error:

@@ -217,6 +217,7 @@ class _Check:
             return
         report.entries += 1
         report.records += len(entry.records)
+        self._writable(path)
         for item in entry.findings:
             report.add(item)
         if entry.header is None or layout.entry_path(entry.key) != path:
@@ -227,6 +228,11 @@ class _Check:
             return
         seen.add(entry.key)
         self._compare(path, entry, entry.header.generation)
+
+    def _writable(self, path: str) -> None:
+        if not os.access(self.root / path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+            text = "may not be written by this user: a server that runs as this user moves it aside"
+            self.report.found(path, None, text, problem=False)
 
     def _compare(self, path: str, entry: EntryFile, generation: int) -> None:
         """An entry with what the index says of it."""
@@ -254,6 +260,8 @@ class _Check:
             if ".cut." in name or ".unused" in name:
                 found(name, None, "set aside by an earlier start", problem=False)
             elif name in (LOCK, index.NAME, "kv", "blob", EXPORT) or name.startswith(("pion.wal.", "pion.snapshot.")):
+                if name == index.NAME or name.startswith("pion.wal."):
+                    self._writable(name)
                 if name.endswith(".tmp"):
                     found(name, None, "an unfinished snapshot; the next start removes it", problem=False)
                 elif name in ("kv", "blob", EXPORT) and not path.is_dir():

@@ -29,7 +29,7 @@ Place = tuple[bytes, int]  # session, layer; state layers count from -1 down
 Answers = dict[Place, bytes | None]
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """What was stored.
 

@@ -133,7 +133,7 @@ class Replay:
         """Load the newest complete snapshot, or what is left of the newest."""
         for number in reversed(numbers):
             path = files.path_of(self.root, SNAPSHOT, number)
-            fd = self._opened(path, os.O_RDWR)
+            fd = self._opened(path, os.O_RDONLY)
             if fd < 0:
                 self._unused(path)
                 continue
@@ -156,7 +156,8 @@ class Replay:
                 if whole and found.reason != "end":  # something was appended to it
                     self._aside(path, fd, found.offset, end - found.offset, found.reason)
                     self.recovery.cut_bytes += end - found.offset
-                    os.ftruncate(fd, found.offset)
+                    with suppress(PermissionError):
+                        os.truncate(path, found.offset)
                     end = found.offset
                 if not whole:
                     self._salvage(path, fd, found.offset, end, head.seed, found.reason)

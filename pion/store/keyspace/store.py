@@ -97,6 +97,8 @@ class KeyspaceStore:
             OSError: the directory cannot be used.
         """
         self._owner = threading.get_ident()
+        if os.path.lexists(self.blob_dir) and not self.blob_dir.is_dir():
+            log.error("%s is no directory: it was moved to %s", self.blob_dir, files.move_aside(self.blob_dir))
         self.blob_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.blob_fd = os.open(self.blob_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

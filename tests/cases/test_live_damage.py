@@ -1,0 +1,126 @@
+"""B1, B7: entry files that are cut, removed or exchanged under a running server."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pion.store import layout
+from tests.support.process import Process
+from tests.support.raw import Closed, Raw, ReplyError, frame
+
+RNG = random.Random(7)
+DIM, ROWS = 64, 3000  # 384 KiB a layer: sent by sendfile
+BODY = RNG.randbytes(2 * DIM * ROWS)
+OTHER = RNG.randbytes(2 * DIM * ROWS)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Process]:
+    with Process(tmp_path / "data") as process:
+        with Raw(process.port) as conn:
+            for ns, body in (("ns", BODY), ("other", OTHER)):
+                conn.ok("KV.PREFIX.REGISTER", ns, DIM, "fp16", "ROWS", ROWS, "LAYERS", 1)
+                for side in ("_pk", "_pv"):
+                    conn.ok("V.STOREBATCH", ns + side, 0, 0, ROWS, body, "FMT", "F16")
+        yield process
+
+
+def _file(process: Process, ns: str) -> Path:
+    return process.directory / layout.entry_path(layout.PREFIX + ns.encode())
+
+
+def _fetch(conn: Raw, ns: str) -> object:
+    return conn.call("V.FETCH", f"{ns}_pv", 0, "RANGE", 0, ROWS, "FMT", "NATIVE")
+
+
+def _said(process: Process, text: str) -> None:
+    end = time.monotonic() + 20
+    while not re.search(text, process.output):
+        assert time.monotonic() < end, process.output
+
+
+@pytest.mark.parametrize("after", ["fetch", "restart"])
+@pytest.mark.parametrize("what", ["cut", "emptied", "removed", "replaced"])
+def test_b1_a_file_is_changed_under_the_server(server: Process, what: str, after: str) -> None:
+    """One clear error, the reason in the log and in WHY, then a miss; others are served, the name can be used again."""
+    if after == "restart":  # nothing of it is open, nothing has been read
+        server.restart()
+    path, other = _file(server, "ns"), _file(server, "other")
+    with Raw(server.port) as conn:
+        if after == "fetch":
+            assert _fetch(conn, "ns") == BODY
+        if what == "cut":
+            os.truncate(path, 5000)
+        elif what == "emptied":
+            os.truncate(path, 0)
+        elif what == "removed":
+            path.unlink()
+        else:
+            path.with_name("copy").write_bytes(other.read_bytes())
+            path.with_name("copy").rename(path)
+        reply = _fetch(conn, "ns")
+        if reply is not None:  # rows that are gone
+            assert isinstance(reply, ReplyError), "never other bytes"
+        assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "MISS"
+        why = conn.ok("KV.PREFIX.WHY", "ns")
+        assert isinstance(why, bytes)
+        assert re.search(rb"removed|damaged|incomplete", why), why
+        assert conn.ok("PING") == "PONG"
+        assert _fetch(conn, "other") == OTHER
+        _said(server, "(?s)ns'.*(cut|gone|damaged|removed|place)")
+        conn.ok("KV.PREFIX.REGISTER", "ns", DIM, "fp16", "ROWS", ROWS, "LAYERS", 1)
+        for side in ("_pk", "_pv"):
+            conn.ok("V.STOREBATCH", f"ns{side}", 0, 0, ROWS, OTHER, "FMT", "F16")
+        assert _fetch(conn, "ns") == OTHER
+    server.restart()
+    with Raw(server.port) as conn:
+        assert _fetch(conn, "ns") == OTHER
+        assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "HIT"
+
+
+@pytest.mark.parametrize("what", ["cut", "removed"])
+def test_a_store_into_a_changed_file_is_refused(server: Process, what: str) -> None:
+    """What would be acknowledged could not be found again."""
+    path = _file(server, "ns")
+    with Raw(server.port) as conn:
+        if what == "cut":
+            os.truncate(path, 5000)
+        else:
+            path.unlink()
+        reply = conn.call("V.STOREBATCH", "ns_pk", 0, 0, 10, BODY[: 2 * DIM * 10], "FMT", "F16")
+        assert isinstance(reply, ReplyError)
+        assert "out of service" in str(reply)
+        assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "MISS"
+
+
+def test_b7_a_file_is_cut_while_it_is_sent(tmp_path: Path) -> None:
+    """Something was sent already, so the connection ends; that is logged and the entry goes out of service."""
+    rows = 60_000
+    body = RNG.randbytes(2 * DIM * rows)
+    with Process(tmp_path / "data") as process:
+        with Raw(process.port) as conn:
+            conn.ok("V.CREATE", "ns", DIM, "VQUANT", "fp16")
+            conn.ok("V.STOREBATCH", "ns", 0, 0, rows, body, "FMT", "F16")
+            path = next((process.directory / "kv").rglob("*.pion"))
+            many = 8  # more than the buffers of a socket take
+            for _ in range(many):
+                conn.send(frame("V.FETCH", "ns", 0, "RANGE", 0, rows, "FMT", "NATIVE"))
+            assert conn.read() == body
+            os.truncate(path, 5000)
+            with pytest.raises((OSError, Closed)):
+                for _ in range(many - 1):
+                    assert conn.read() == body
+        with Raw(process.port) as conn:
+            _said(process, "damaged .*could not be read|damaged .*cut")
+            assert isinstance(conn.call("V.FETCH", "ns", 0, "RANGE", 0, 5, "FMT", "NATIVE"), ReplyError)
+            assert conn.fields("KV.PREFIX.INFO")["vstore_quarantined"] == "1"
+            text = conn.ok("INFO", "persistence")
+            assert "set_aside_files:1" in str(text)
+            assert "quarantine/" in str(text)
