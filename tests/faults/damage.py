@@ -26,6 +26,7 @@ RNG_BYTES = bytes(range(256)) * 16
 BIG = b"\x5a" * (BLOB_MIN + 3)
 
 Place = tuple[bytes, int]  # session, layer; state layers count from -1 down
+BLOCKS = -100  # the place of the block hashes
 Answers = dict[Place, bytes | None]
 
 
@@ -60,6 +61,8 @@ def ask(engine: Engine, place: Place) -> bytes | str | None:
     """What is answered: bytes, None for nothing, or the text of an error."""
     sid, layer = place
     try:
+        if layer == BLOCKS:
+            return engine.blocks(sid)
         if layer < 0:
             body = engine.ssm_fetch(sid, -1 - layer)
         elif sid in (b"raw_f32", b"turbo_pk", b"turbo_pv"):
@@ -95,7 +98,7 @@ class Builder:
             sids = [ns] if ns.startswith(b"raw") else [ns + b"_pk", ns + b"_pv"]
             places = [(sid, layer) for sid in sids for layer in range(LAYERS)]
             if not ns.startswith(b"raw"):
-                places += [(ns, -1), (ns, -2)]
+                places += [(ns, -1), (ns, -2), (ns, BLOCKS)]
             for place in places:
                 answer = ask(self.engine, place)
                 assert not isinstance(answer, str), answer
