@@ -13,7 +13,7 @@ import os
 import pytest
 
 from pion.store import index
-from tests.faults.damage import GENERAL, Damage, log_damages, record_damages
+from tests.faults.damage import GENERAL, Damage, flip, log_damages, record_damages
 from tests.faults.trial import Trial
 
 closed = pytest.mark.parametrize("trial", ["closed"], indirect=True)
@@ -60,6 +60,18 @@ def test_an_entry_and_the_index(trial: Trial, what: Damage) -> None:
     (trial.root / index.NAME).unlink()
     trial.damage(trial.model.path[b"whole"], what)
     trial.finish({b"whole"})
+
+
+@pytest.mark.parametrize("size", [128, 256, 400])
+def test_an_entry_of_which_little_is_left(trial: Trial, size: int) -> None:
+    """No record that counts behind damaged attributes: what the index says of it is not enough for a hit."""
+    path = trial.model.path[b"whole"]
+    trial.damage(path, Damage("cut", lambda file: os.truncate(file, size)))
+    if size > 200:
+        trial.damage(path, Damage("flip", lambda file: flip(file, 200)))
+    assert trial.report.problems
+    trial.finish({b"whole"})
+    assert list((trial.root / "quarantine").iterdir())
 
 
 @pytest.mark.slow
