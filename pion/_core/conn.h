@@ -63,7 +63,7 @@ typedef struct conn {
     size_t early_n;
     uint8_t body_ready;        /* body (or sink) is complete and belongs to the frame */
     uint8_t blob;              /* BLOB_*: the file of a large body, written before the log record that names it */
-    int blob_dir;
+    int blob_dir, blob_durable;
     uint64_t blob_id;
     uint32_t blob_crc;
 

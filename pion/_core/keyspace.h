@@ -53,7 +53,8 @@ static inline int ks_blob_save(ks *k, kval *v) {
     uint64_t blob;
     uint32_t crc = 0;
     int rc;
-    do rc = ks_blob_write(k->log.blob_fd, blob = ks_random_u64(k), v->data, v->len, &crc);
+    do rc = ks_blob_write(k->log.blob_fd, blob = ks_random_u64(k), v->data, v->len, &crc,
+                          k->log.policy == KS_SYNC_ALWAYS);
     while (rc == -EEXIST);
     if (rc) return rc;
     ks_blob_attach(v, blob, crc);

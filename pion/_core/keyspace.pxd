@@ -122,7 +122,7 @@ cdef extern from "keyspace.h" nogil:
     int ks_blob_sync(int dirfd, const uint64_t *blobs, size_t n)
     size_t klog_take_drops(klog *g, uint64_t *out, size_t most)
     int64_t klog_resync(int fd, uint64_t offset, uint64_t end, uint32_t seed, int *error)
-    int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc)
+    int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc, bint durable)
     void ks_blob_attach(kval *v, uint64_t blob, uint32_t crc)
     int ks_blob_read(int dirfd, kval *v)
 

@@ -415,9 +415,25 @@ static inline void klog_free(klog *g) {
     klog_init(g);
 }
 
+enum { KS_WRITE_PIECE = 1 << 20 };
+
+/* Write n bytes at `offset`; the medium starts on each piece while the next is copied, for a sync that follows at once. */
+static inline int ks_write_ahead(int fd, const char *data, size_t n, uint64_t offset) {
+    for (size_t at = 0, piece; at < n; at += piece) {
+        piece = n - at < KS_WRITE_PIECE ? n - at : KS_WRITE_PIECE;
+        struct iovec iov[1] = {{(char *)data + at, piece}};
+        const int rc = ks_pwritev_all(fd, iov, 1, offset + at);
+        if (rc) return rc;
+#if defined(__linux__)
+        (void)!sync_file_range(fd, (off_t)(offset + at), (off_t)piece, SYNC_FILE_RANGE_WRITE);
+#endif
+    }
+    return 0;
+}
+
 /* Write n bytes as value file `blob` under `dirfd`; *crc gets their checksum. Any thread may do it. 0 or -errno; a file
- * that could not be written is removed. */
-static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc) {
+ * that could not be written is removed. `durable`: its content is on disk when this returns (its name is not). */
+static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc, int durable) {
     char name[24];
     uint8_t head[2 * FR_HEADER];
     fr_header h;
@@ -441,7 +457,9 @@ static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size
     h.payload_crc = *crc;
     fr_encode(head + FR_HEADER, &h, NULL, seed);
     struct iovec iov[2] = {{head, sizeof head}, {(char *)data, n}};
-    int rc = ks_pwritev_all(fd, iov, 2, 0);
+    int rc = ks_pwritev_all(fd, iov, durable ? 1 : 2, 0);
+    if (durable && !rc) rc = ks_write_ahead(fd, data, n, sizeof head);
+    if (durable && !rc) rc = ks_fsync(fd);
     if (close(fd) && !rc) rc = -errno;
     if (rc) unlinkat(dirfd, name, 0);
     return rc;

@@ -50,7 +50,7 @@ def write_blob(int blob_fd, uint64_t blob, Value value) -> int:
     cdef uint32_t crc = 0
     cdef int rc
     with nogil:
-        rc = ks_blob_write(blob_fd, blob, value.v.data, value.v.len, &crc)
+        rc = ks_blob_write(blob_fd, blob, value.v.data, value.v.len, &crc, 0)
     if rc:
         raise OSError(-rc, os.strerror(-rc))
     return crc

@@ -88,7 +88,7 @@ static inline ssize_t mover__push(mover *m, conn *c) {
 /* The file of a large value. When that fails, the plane's own attempt will say why. */
 static inline void mover__blob(conn *c) {
     int rc;
-    do rc = ks_blob_write(c->blob_dir, c->blob_id, c->body->data, c->body->len, &c->blob_crc);
+    do rc = ks_blob_write(c->blob_dir, c->blob_id, c->body->data, c->body->len, &c->blob_crc, c->blob_durable);
     while (rc == -EEXIST && ++c->blob_id);
     c->blob = rc ? BLOB_NO : BLOB_WRITTEN;
 }

@@ -107,6 +107,7 @@ static inline void conn_body_done(plane *p, conn *c) {
     if (c->fd < 0 || c->body->len < KS_BLOB_MIN || !ks_logs(k) || k->log.blob_fd < 0) return;
     c->blob = BLOB_WANTED;
     c->blob_dir = k->log.blob_fd;
+    c->blob_durable = k->log.policy == KS_SYNC_ALWAYS;
     c->blob_id = ks_random_u64(k);
 }
 

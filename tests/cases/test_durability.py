@@ -252,7 +252,9 @@ def _fetch_rows(conn: Raw, sid: str) -> object:
 # --- B12: found again ----------------------------------------------------------------------------------------------
 
 
-def test_b12_twenty_prefixes_are_found_after_a_kill(tmp_path: Path) -> None:
+def test_b12_twenty_prefixes_and_ten_thousand_keys_are_found_after_a_kill(tmp_path: Path) -> None:
+    """Without a client's help."""
+    keys = {f"key:{i}": f"value {i} {i * i}" for i in range(10_000)}
     stored = {f"app|v1|model|fp16|{i}": RNG.randbytes(2 * DIM * (i + 1)) for i in range(20)}
     digest = "ab" * 32
     with Process(tmp_path / "data") as process:
@@ -262,8 +264,11 @@ def test_b12_twenty_prefixes_are_found_after_a_kill(tmp_path: Path) -> None:
                 conn.ok("KV.PREFIX.REGISTER", ns, DIM, "fp16", "ROWS", count, "LAYERS", 1, "DIGEST", digest)
                 for side in ("_pk", "_pv"):
                     conn.ok("V.STOREBATCH", ns + side, 0, 0, count, rows, "FMT", "F16")
+            assert set(conn.many([("SET", key, value) for key, value in keys.items()])) == {"OK"}
         process.restart()
         with Raw(process.port) as conn:
+            assert conn.ok("DBSIZE") == len(keys)
+            assert conn.ok("MGET", *keys) == [value.encode() for value in keys.values()]
             for ns, rows in stored.items():
                 assert conn.ok("KV.PREFIX.LOOKUP", ns, "DIGEST", digest) == "HIT"
                 assert _fetch(conn, f"{ns}_pv", len(rows) // (2 * DIM)) == rows
@@ -290,3 +295,11 @@ def test_b12_the_index_is_rebuilt_when_it_is_missing_or_torn(tmp_path: Path) -> 
             with Raw(process.port) as conn:
                 assert [conn.ok("KV.PREFIX.LOOKUP", f"p{i}") for i in range(20)] == ["HIT"] * 20
                 assert _fetch(conn, "p7_pk", 10) == rows
+
+
+def test_a_second_server_on_the_directory_refuses_and_names_the_first(tmp_path: Path) -> None:
+    with Process(tmp_path / "data") as first:
+        with pytest.raises(RuntimeError, match=rf"in use by the process {first.pid}\b"):
+            Process(tmp_path / "data").start()
+        with Raw(first.port) as conn:
+            assert conn.ok("PING") == "PONG"

@@ -23,6 +23,7 @@ MODES = {
     "stop": (STOP, 0),
     "EIO": (FAIL, errno.EIO),
     "ENOSPC": (FAIL, errno.ENOSPC),
+    "EINTR": (FAIL, errno.EINTR),
     "short write": (SHORT, 0),
     "full disk": (FULL, errno.ENOSPC),
 }
