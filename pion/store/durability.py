@@ -243,7 +243,12 @@ class Upkeep:
         if store.index is not None and used:
             with store.lock:
                 store.index.used([(entry.key, entry.used) for entry in used if not entry.gone])
-        if store.index is not None and store.index.bloated:
+        with store.lock:
+            damage = store.index.damage() if store.index is not None else ""
+        if damage:
+            _log.error("%s %s under the running server: it is written anew", index.NAME, damage)
+            self.rewrite_index()
+        elif store.index is not None and store.index.bloated:
             self.rewrite_index()
 
     def seal(self, entries: Iterable[Entry]) -> None:
