@@ -222,8 +222,9 @@ class Upkeep:
 
     def _upkeep(self) -> None:
         store = self.store
-        store.held_bytes()
         with store.lock:
+            store.held_bytes()
+            store.expire(store.now_ms())
             store.watch()
         pending = bool(store.unsynced) or (self.log is not None and self.log.unsynced_bytes > 0)
         if self.policy == "everysec" and pending and not self.failure:
@@ -242,7 +243,12 @@ class Upkeep:
         if store.index is not None and used:
             with store.lock:
                 store.index.used([(entry.key, entry.used) for entry in used if not entry.gone])
-        if store.index is not None and store.index.bloated:
+        with store.lock:
+            damage = store.index.damage() if store.index is not None else ""
+        if damage:
+            _log.error("%s %s under the running server: it is written anew", index.NAME, damage)
+            self.rewrite_index()
+        elif store.index is not None and store.index.bloated:
             self.rewrite_index()
 
     def seal(self, entries: Iterable[Entry]) -> None:
@@ -264,6 +270,8 @@ class Upkeep:
         try:
             for i in range(0, len(entries), _SLICE):
                 with store.lock:
+                    for entry in entries[i : i + _SLICE]:
+                        store.order.catch_up(entry)
                     idx.rewrite(
                         (entry.key, entry.figures(clean=not entry.dirty))
                         for entry in entries[i : i + _SLICE]

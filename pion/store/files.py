@@ -29,6 +29,7 @@ LOCK: Final = "pion.lock"
 TRASH: Final = "kv/trash"
 QUARANTINE: Final = "quarantine"
 EXPORT: Final = "export"  # exports.py
+_WATCHED: Final = 64  # bytes before the end
 TAIL_KEPT: Final = 16 * limits.MIB  # of a cut-off tail
 
 
@@ -355,6 +356,28 @@ class MemoryFiles:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class Watch:
+    """Notices when somebody cuts or removes a file that this process only ever appends to."""
+
+    def __init__(self) -> None:
+        self._inode = self._at = 0
+        self._seen = b""
+
+    def look(self, fd: int, size: int) -> str:
+        """What happened since the last look, "" = nothing; `size`: bytes that should be there."""
+        info = os.fstat(fd)
+        if info.st_nlink == 0:
+            return "was removed"
+        if info.st_size < size:
+            return f"was cut to {info.st_size} bytes"
+        # what was written behind a cut leaves a hole in front of it
+        if info.st_ino == self._inode and os.pread(fd, len(self._seen), self._at) != self._seen:
+            return "was cut or overwritten"
+        self._inode, self._at = info.st_ino, max(0, size - _WATCHED)
+        self._seen = os.pread(fd, size - self._at, self._at)
+        return ""
 
 
 def _may_read_along(fd: int) -> bool:

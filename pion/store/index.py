@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from pion._core import framing, vstore
-from pion.store.files import open_regular
+from pion.store.files import Watch, open_regular
 
 TYPE: Final = b"PIDX"
 VERSION: Final = 1
@@ -40,6 +40,10 @@ CLEAN: Final = 1  # flag bits of a PUT
 STATES: Final = 2  # holds recurrent state
 KEYS: Final = 4  # has the K side (or is a raw entry)
 VALUES: Final = 8
+PINNED: Final = 16  # what the three say stands in `meta`: who sees none of them need not look there
+EXPIRES: Final = 32
+CHILD: Final = 64
+TOLD: Final = 128  # written by a version that knows the three
 _REWRITE_FROM: Final = 256 * 1024  # bytes; smaller files are not worth a rewrite
 
 
@@ -49,7 +53,7 @@ class Figures:
 
     Attributes:
         generation: of its file.
-        flags: CLEAN, STATES, KEYS, VALUES.
+        flags: CLEAN, STATES, KEYS, VALUES, PINNED, EXPIRES, CHILD, TOLD.
         size: bytes of records in the file.
         synced: how many of them, from the beginning, were on the medium when this was written.
         key_rows, rows, nbytes: rows of the K side, of both sides, and their stored bytes.
@@ -179,6 +183,7 @@ class Index:
         self._live = 0  # size right after the last rewrite
         self._moved = False  # renamed into place since the directory was last flushed
         self._unflushed = True  # records were written since the last `to_flush`
+        self._watch = Watch()
         self._next: tuple[int, int] | None = None  # descriptor and seed of the file a running rewrite makes
 
     def load(self, keep_tail: Callable[[int, int, int], str], move_aside: Callable[[], str]) -> Loaded:
@@ -242,6 +247,7 @@ class Index:
     def opened(self) -> None:
         """This process begins."""
         self._append(OPENED, boot_id(), b"")
+        self.damage()  # what is there now counts as whole
 
     def put(self, key: bytes, figures: Figures) -> None:
         """An entry is there with these figures. Raises OSError; the file is then as before."""
@@ -294,6 +300,10 @@ class Index:
     def bloated(self) -> bool:
         """Most of the file is out of date."""
         return self._size > _REWRITE_FROM and self._size > 2 * self._live
+
+    def damage(self) -> str:
+        """What somebody did to the file, "" = nothing."""
+        return self._watch.look(self._fd, self._size)
 
     def begin_rewrite(self) -> None:
         """From here on every record also goes to a new file; `rewrite` brings in what is there already."""

@@ -41,6 +41,7 @@ class Collector:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.sized = 0  # bytes of states that later records replaced
+        self.described = False  # there was a META record
 
     def __call__(
         self, kind: int, offset: int, header_len: int, nbytes: int, layer: int, side: int, start: int, count: int,
@@ -51,6 +52,7 @@ class Collector:
         if kind == layout.META:
             try:
                 entry.describe(*layout.unpack_meta(attrs))
+                self.described = True
             except (framing.FramingError, struct.error, KeyError) as error:
                 raise vstore.DamageError(offset, "attributes") from error
         elif kind == layout.BLOCKS:
@@ -161,6 +163,8 @@ def _read(store: Store, entry: Entry) -> None:
     collect = Collector(entry)
     end = os.fstat(fd).st_size
     stop, why = rows.scan(fd, header.size, end, header.seed, collect)
+    if not collect.described:  # every file begins with one; what the index says may be of another time
+        raise vstore.DamageError(stop, "its attributes are missing")
     if why:
         _cut(store, entry, fd, stop, end, why)
     rows.lost(collect.sized)

@@ -206,6 +206,8 @@ def _take_in(out: EntryFile, fd: int, header: framing.FileHeader) -> None:
         out.rows.scan(fd, header.size, out.nbytes, header.seed, other)
     except vstore.DamageError as error:
         out.found(error.offset, error.reason)
+    if not any(record.header.kind == layout.META for record in out.records):
+        out.found(header.size, "its attributes are missing")
 
 
 def _live(out: EntryFile) -> set[int]:

@@ -124,3 +124,30 @@ def test_b7_a_file_is_cut_while_it_is_sent(tmp_path: Path) -> None:
             text = conn.ok("INFO", "persistence")
             assert "set_aside_files:1" in str(text)
             assert "quarantine/" in str(text)
+
+
+@pytest.mark.parametrize("what", ["cut", "removed"])
+def test_b1_the_log_and_the_index_are_changed_under_the_server(server: Process, what: str) -> None:
+    """Memory still has what they held: both are written anew within two seconds."""
+    with Raw(server.port) as conn:
+        for i in range(50):
+            conn.ok("SET", f"k{i}", f"v{i}")
+        for name in ("pion.wal.1", "pion.index"):
+            if what == "cut":
+                os.truncate(server.directory / name, 70)
+            else:
+                (server.directory / name).unlink()
+        conn.ok("SET", "later", "v")
+        conn.ok("KV.PREFIX.DROP", "other")
+        _said(server, r"pion.wal.1 was .* under the running server")
+        _said(server, r"pion.index was .* under the running server")
+        end = time.monotonic() + 20
+        while not list(server.directory.glob("pion.snapshot.*[0-9]")):
+            assert time.monotonic() < end
+    server.restart()
+    with Raw(server.port) as conn:
+        assert conn.ok("DBSIZE") == 51
+        assert conn.ok("GET", "k7") == b"v7"
+        assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "HIT"
+        assert conn.ok("KV.PREFIX.LOOKUP", "other") == "MISS"
+        assert _fetch(conn, "ns") == BODY

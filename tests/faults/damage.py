@@ -26,6 +26,7 @@ RNG_BYTES = bytes(range(256)) * 16
 BIG = b"\x5a" * (BLOB_MIN + 3)
 
 Place = tuple[bytes, int]  # session, layer; state layers count from -1 down
+BLOCKS = -100  # the place of the block hashes
 Answers = dict[Place, bytes | None]
 
 
@@ -60,6 +61,8 @@ def ask(engine: Engine, place: Place) -> bytes | str | None:
     """What is answered: bytes, None for nothing, or the text of an error."""
     sid, layer = place
     try:
+        if layer == BLOCKS:
+            return engine.blocks(sid)
         if layer < 0:
             body = engine.ssm_fetch(sid, -1 - layer)
         elif sid in (b"raw_f32", b"turbo_pk", b"turbo_pv"):
@@ -95,7 +98,7 @@ class Builder:
             sids = [ns] if ns.startswith(b"raw") else [ns + b"_pk", ns + b"_pv"]
             places = [(sid, layer) for sid in sids for layer in range(LAYERS)]
             if not ns.startswith(b"raw"):
-                places += [(ns, -1), (ns, -2)]
+                places += [(ns, -1), (ns, -2), (ns, BLOCKS)]
             for place in places:
                 answer = ask(self.engine, place)
                 assert not isinstance(answer, str), answer
@@ -208,7 +211,7 @@ def _patch(path: Path, offset: int, change: Callable[[bytes], bytes], n: int = 1
     path.write_bytes(data)
 
 
-def _flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int) -> None:
     _patch(path, offset, lambda byte: bytes([byte[0] ^ 0x10]))
 
 
@@ -260,14 +263,14 @@ GENERAL = [
     Damage("cut in the middle", lambda p: _cut(p, _size(p) // 2), plain=True),
     Damage("cut by a byte", lambda p: _cut(p, _size(p) - 1), plain=True),
     Damage("cut by 70 bytes", lambda p: _cut(p, _size(p) - 70), plain=True),
-    Damage("flip in the magic", lambda p: _flip(p, 1)),
-    Damage("flip in the version", lambda p: _flip(p, 4)),
-    Damage("flip in the generation", lambda p: _flip(p, 50)),
-    Damage("flip in the header checksum", lambda p: _flip(p, 61)),
-    Damage("flip in an attribute", lambda p: _flip(p, 66)),
-    Damage("flip at a third", lambda p: _flip(p, _size(p) // 3)),
-    Damage("flip at the half", lambda p: _flip(p, _size(p) // 2)),
-    Damage("flip near the end", lambda p: _flip(p, _size(p) - 30)),
+    Damage("flip in the magic", lambda p: flip(p, 1)),
+    Damage("flip in the version", lambda p: flip(p, 4)),
+    Damage("flip in the generation", lambda p: flip(p, 50)),
+    Damage("flip in the header checksum", lambda p: flip(p, 61)),
+    Damage("flip in an attribute", lambda p: flip(p, 66)),
+    Damage("flip at a third", lambda p: flip(p, _size(p) // 3)),
+    Damage("flip at the half", lambda p: flip(p, _size(p) // 2)),
+    Damage("flip near the end", lambda p: flip(p, _size(p) - 30)),
     Damage("zeros in the middle", lambda p: _patch(p, _size(p) // 2 // 512 * 512, lambda old: bytes(len(old)), 512)),
     Damage("all zeros", lambda p: _write(p, bytes(_size(p)))),
     Damage("foreign", lambda p: _write(p, b"PIONVS01" + RNG_BYTES)),
@@ -317,7 +320,7 @@ def log_damages(path: Path, *, step: int = 1) -> list[Damage]:
 
 
 def _flipper(offset: int) -> Callable[[Path], object]:
-    return lambda path: _flip(path, offset)
+    return lambda path: flip(path, offset)
 
 
 def splice(path: Path, kind: int, at: float, length: int, data: bytes) -> None:

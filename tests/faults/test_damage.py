@@ -13,7 +13,7 @@ import os
 import pytest
 
 from pion.store import index
-from tests.faults.damage import GENERAL, Damage, log_damages, record_damages
+from tests.faults.damage import GENERAL, Damage, flip, log_damages, record_damages
 from tests.faults.trial import Trial
 
 closed = pytest.mark.parametrize("trial", ["closed"], indirect=True)
@@ -54,12 +54,24 @@ def test_b1_the_file_of_a_large_value(trial: Trial, what: Damage) -> None:
 
 
 @pytest.mark.slow
-@general
+@pytest.mark.parametrize("what", [what for what in GENERAL if what.name != "gone"], ids=lambda what: what.name)
 def test_an_entry_and_the_index(trial: Trial, what: Damage) -> None:
-    """Nothing says what the damaged entry was."""
+    """Nothing says what the damaged entry was, so nobody can miss one that is gone."""
     (trial.root / index.NAME).unlink()
     trial.damage(trial.model.path[b"whole"], what)
     trial.finish({b"whole"})
+
+
+@pytest.mark.parametrize("size", [128, 256, 400])
+def test_an_entry_of_which_little_is_left(trial: Trial, size: int) -> None:
+    """No record that counts behind damaged attributes: what the index says of it is not enough for a hit."""
+    path = trial.model.path[b"whole"]
+    trial.damage(path, Damage("cut", lambda file: os.truncate(file, size)))
+    if size > 200:
+        trial.damage(path, Damage("flip", lambda file: flip(file, 200)))
+    assert trial.report.problems
+    trial.finish({b"whole"})
+    assert list((trial.root / "quarantine").iterdir())
 
 
 @pytest.mark.slow
@@ -92,4 +104,5 @@ def test_b1_every_record_of_a_log(trial: Trial, name: str, request: pytest.Fixtu
         one = Trial(request.getfixturevalue("templates")["killed"], trial.root.with_name(f"{number}"), trial.caplog)
         one.damage(name, what)
         assert one.report.findings, what.name
+        one.plain = what.name.endswith("length")  # of the last record: as if it had been cut off
         one.finish(set(), keys=name != index.NAME)

@@ -70,7 +70,7 @@ def test_random_damage(templates: Templates, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["killed", "closed"])
 def test_much_random_damage(templates: Templates, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    _run(1000, templates[name], caplog)
+    _run(400, templates[name], caplog)

@@ -42,8 +42,8 @@ class Trial:
     def start(self) -> Engine:
         """An engine whose keyspace is written anew when it was damaged, as a server does within a second."""
         self.caplog.clear()
-        with self.caplog.at_level(logging.INFO):
-            engine = Engine(self.root, ticker=False)
+        self.caplog.set_level(logging.INFO)
+        engine = Engine(self.root, ticker=False)
         store = engine.keyspace_store
         assert store is not None
         store.tick()

@@ -19,6 +19,7 @@ from typing import Any, Final
 from pion._core.keyspace import Keyspace, Value
 from pion._core.ksload import ghost_of, place, read_ghost
 from pion._core.kslog import blob_files, drops_waiting, end_sync, sync_blobs, sync_file, synced, take_drops, written
+from pion.store.files import Watch
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG
 from pion.store.keyspace.replay import Recovery, Replay, describe
@@ -29,6 +30,7 @@ log = logging.getLogger("pion.keyspace")
 REWRITE_MIN: Final = 64 << 20  # a log below this is replayed in a moment: Redis's auto-aof-rewrite-min-size
 REWRITE_GROWTH: Final = 1.0  # and it has to be as large again as the snapshot: auto-aof-rewrite-percentage 100
 REWRITE_PAUSE: Final = 60.0  # seconds after a rewrite that failed
+LOOK_EVERY: Final = 1.0  # seconds between looks at the log's file
 IDLE_SYNC: Final = 10.0  # with appendfsync no: seconds between syncs that give back the files of dropped values
 
 
@@ -79,8 +81,9 @@ class KeyspaceStore:
         self._cold: list[tuple[int, bytes]] = []
         self._warming: tuple[int, bytes, Value, Future[bool]] | None = None
         self._wanted = False
-        self._not_before = self._idle_sync = 0.0
+        self._not_before = self._idle_sync = self._next_look = 0.0
         self._refusing = False
+        self._log_watch = Watch()
 
     @property
     def blob_dir(self) -> Path:
@@ -134,6 +137,7 @@ class KeyspaceStore:
         self._remove_orphans()
         self.keyspace.attach_log(self.log_fd, offset, seed, policy=self._policy, blob_fd=self.blob_fd, codec=objects)
         end_sync(self.keyspace, written(self.keyspace))
+        self._log_watch.look(self.log_fd, self.keyspace.log_bytes)
         self._wanted = not self.recovery.clean
         self._worker = ThreadPoolExecutor(1, "pion-keyspace")
 
@@ -237,8 +241,19 @@ class KeyspaceStore:
         if keyspace.refuses and not self._refusing:
             log.error("the log cannot be written (%s): writers are refused", os.strerror(keyspace.refuses))
             self._refusing = True
+        self._watch()
         self._advance(budget_us)
         self._warm()
+
+    def _watch(self) -> None:
+        """Write everything anew when somebody has cut or removed the log: memory still has what it held."""
+        if self.rewriting or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_EVERY
+        what = self._log_watch.look(self.log_fd, self.keyspace.log_bytes)
+        if what:
+            log.error("pion.wal.%d %s under the running server: everything is written anew", self.number, what)
+            self.request_rewrite()
 
     def _warm(self) -> None:
         """Load large values one after the other, so that few of them are read by the command that asks for them."""
