@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import logging
@@ -14,6 +15,8 @@ from pion.config import HelpRequested, Options, VersionRequested, help_text, par
 from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
+
+_M_ARENA_MAX = -8  # of malloc.h
 
 _COMMANDS = ("server", "demo", "inspect", "check", "export", "import", "top", "bench")
 _TOOLS = {  # they need no server of their own, and load none
@@ -93,8 +96,19 @@ def _configure(options: Options) -> None:
     )
     if options.requirepass and not options.requirepass_file and "PION_REQUIREPASS" not in os.environ:
         logging.getLogger("pion").warning("--requirepass is visible in ps: --requirepass-file is not")
+    _bound_heaps()
     # One busy Python handler must not keep the plane from the interpreter for the default 5 ms.
     sys.setswitchinterval(0.0005)
+
+
+def _bound_heaps() -> None:
+    """Two heaps for all threads. glibc gives each thread one of its own, and what is freed there is kept: under a mixed
+    load the process grew by a third within minutes while what it used stayed the same."""
+    if sys.platform != "linux" or "MALLOC_ARENA_MAX" in os.environ:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
 
 
 def banner(options: Options) -> str:
