@@ -51,6 +51,7 @@ MAX_FETCH_IDS: Final = 1024
 MAX_BLOCK_HASHES: Final = 1_048_576
 MAX_BLOCK_SIZE: Final = 8192
 MAX_PREFILL_MS: Final = 86_400_000  # one day
+MAX_LEASE_MS: Final = 86_400_000  # one day: a lease that is forgotten ends
 PREFILL_US_PER_TOKEN: Final = 555  # the seeds' estimate for a hit without a measured PREFILL_MS
 MEMBERSHIP_INLINE: Final = 16_384  # more hashes than this go to a mover: about 80 µs of plane time
 DEFAULT_MAX_SESSIONS: Final = 65_536

@@ -149,7 +149,7 @@ static inline int fast__membership(fast_call *f) {
     fast_arg ns = fast__arg(f, 1), count = fast__arg(f, 2), hashes = fast__arg(f, 3);
     int64_t n;
     if (!resp_number(count.p, count.n, &n) || n < 0 || n > FAST_MAX_HASHES || hashes.n != (size_t)n * 8) return FAST_SLOW;
-    kval *table = ks_table_get(f->plane->keyspace, ns.p, ns.n);
+    kval *table = ks_table_get(f->plane->keyspace, ns.p, ns.n, f->plane->now_ms);
     if (!table) return FAST_SLOW;
     size_t bytes = (size_t)(n + 7) / 8, room = bytes + RESP_NUM_MAX + 2;
     char *to = outq_room(f->out, &f->plane->spares, room);

@@ -414,21 +414,42 @@ static inline int ks_log_flush(ks *k) { return klog_flush(&k->log); }
  *
  * Packed tables that C code looks up by name (block hashes of a prefix). Unlike the keys they may be asked for and
  * changed by any thread, so they stand apart, behind a lock; they are never logged, and no client can see them.
+ *
+ * A probe is a use of the prefix. It takes a number from the counter that numbers the uses of entries, so that whoever
+ * looks for the least recently used entry can tell when its table was probed.
  */
 
-/* The table as a reference the caller gives back with kval_unref, or NULL. */
-static inline kval *ks_table_get(ks *k, const void *name, size_t n) {
+static inline uint64_t ks_next_use(ks *k) { return __atomic_add_fetch(&k->uses, 1, __ATOMIC_RELAXED); }
+
+/* The table as a reference the caller gives back with kval_unref, or NULL. With a time (ms since 1970) it is a use, and
+ * a table that is due is none. */
+static inline kval *ks_table_get(ks *k, const void *name, size_t n, uint64_t now_ms) {
     pthread_mutex_lock(&k->tables_lock);
-    const kent *e = ks_find(k->tables, 0, name, n, 0);
+    kent *e = ks_find(k->tables, 0, name, n, now_ms);
     kval *v = e ? e->v : NULL;
     if (v) kval_ref(v);
+    if (v && now_ms) e->clock = (uint32_t)ks_next_use(k);
     pthread_mutex_unlock(&k->tables_lock);
     return v;
 }
 
-static inline int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len) {
+/* The number of a table's last use (or of when it was put); 0: there is none of that name. One that was not used for
+ * four billion uses seems to have been used lately. */
+static inline uint64_t ks_table_used(ks *k, const void *name, size_t n) {
     pthread_mutex_lock(&k->tables_lock);
-    const int rc = ks_set_bytes(k->tables, 0, name, n, data, len, 0, 0);
+    const kent *e = ks_find(k->tables, 0, name, n, 0);
+    const uint64_t now = __atomic_load_n(&k->uses, __ATOMIC_RELAXED);
+    const uint64_t used = e ? now - (uint32_t)((uint32_t)now - e->clock) : 0;
+    pthread_mutex_unlock(&k->tables_lock);
+    return used;
+}
+
+/* `expire`: ms since 1970, 0: never. */
+static inline int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len, uint64_t expire) {
+    pthread_mutex_lock(&k->tables_lock);
+    const int rc = ks_set_bytes(k->tables, 0, name, n, data, len, expire, 0);
+    kent *e = rc ? NULL : ks_find(k->tables, 0, name, n, 0);
+    if (e) e->clock = (uint32_t)__atomic_load_n(&k->uses, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&k->tables_lock);
     return rc;
 }

@@ -78,6 +78,7 @@ cdef extern from "keyspace.h" nogil:
         int databases
         uint64_t now_ms
         uint64_t fixed_now
+        uint64_t uses
         uint64_t hits
         uint64_t misses
         uint64_t expired
@@ -164,8 +165,10 @@ cdef extern from "keyspace.h" nogil:
     kent *ks_random(ks *k, int db)
     uint64_t ks_cycle(ks *k, uint64_t budget_us)
     uint64_t ks_table_bytes(const ks *k)
-    kval *ks_table_get(ks *k, const void *name, size_t n)
-    int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len)
+    uint64_t ks_next_use(ks *k)
+    kval *ks_table_get(ks *k, const void *name, size_t n, uint64_t now_ms)
+    uint64_t ks_table_used(ks *k, const void *name, size_t n)
+    int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len, uint64_t expire)
     bint ks_table_drop(ks *k, const void *name, size_t n)
     size_t ks_log_pending(const ks *k)
     int ks_log_flush(ks *k)

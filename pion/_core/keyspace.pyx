@@ -481,7 +481,7 @@ cdef class Keyspace:
 
     def table_get(self, bytes name) -> bytes | None:
         """A table, None when there is none of that name. Any thread."""
-        cdef kval *v = ks_table_get(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
+        cdef kval *v = ks_table_get(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name), 0)
         if v == NULL:
             return None
         try:
@@ -489,17 +489,30 @@ cdef class Keyspace:
         finally:
             kval_unref(v)
 
-    def table_put(self, bytes name, data) -> None:
-        """Put a table (any buffer, copied). Any thread."""
+    def table_put(self, bytes name, data, uint64_t expire_ms=0) -> None:
+        """Put a table (any buffer, copied), to be probed until a time in ms since 1970, 0: for ever. Any thread."""
         cdef Py_buffer view
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
-        cdef int rc = ks_table_put(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name), view.buf, view.len)
+        cdef int rc = ks_table_put(
+            self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name), view.buf, view.len, expire_ms
+        )
         PyBuffer_Release(&view)
         _raise(rc)
 
     def table_drop(self, bytes name) -> bool:
         """Forget a table; True when it was there. Any thread."""
         return ks_table_drop(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
+
+    def table_used(self, bytes name) -> int:
+        """The number (`next_use`) of a table's last probe by a client, 0: there is none of that name. Any thread."""
+        return ks_table_used(self.k, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
+
+    def next_use(self, uint64_t least=0) -> int:
+        """A number above all that were given out, and above `least`. Calls from several threads are the caller's to
+        order; probes of tables may come between."""
+        if self.k.uses < least:
+            self.k.uses = least
+        return ks_next_use(self.k)
 
     # --- log ------------------------------------------------------------------------------------------------------
 

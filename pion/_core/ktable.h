@@ -84,6 +84,7 @@ typedef struct ks {
     kpool *pool;
     klog log;
     struct ks *tables; /* see ks_table_get */
+    uint64_t uses;     /* of entries of the store, the probes of tables among them; atomic */
     pthread_mutex_t tables_lock;
 } ks;
 

@@ -374,6 +374,7 @@ static inline void conn_linger(plane *p, conn *c) {
     }
     c->closing = CLOSE_LINGER;
     c->linger_ns = p->now_ns + p->limits.linger_ns;
+    c->waiting = WAIT_NO; /* a frame that waits for Python goes with the window it lies in */
     conn_drop_window(c);
 }
 

@@ -7,7 +7,6 @@ process to process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,17 +83,22 @@ def hash_block(tokens: Any, parent: int = 0) -> int:
         tokens: the ids of this block.
         parent: the hash of the block before it; 0 for the first one.
     """
+    return _hash(token_array(tokens).tobytes(), parent)
+
+
+def _hash(block: bytes, parent: int) -> int:
     hasher = hashlib.blake2b(parent.to_bytes(8, "little"), digest_size=8, person=b"pion block")
-    hasher.update(token_array(tokens).tobytes())
+    hasher.update(block)
     return int.from_bytes(hasher.digest(), "little")
 
 
-def hash_blocks(tokens: Sequence[int], block_size: int = 64) -> list[int]:
+def hash_blocks(tokens: Any, block_size: int = 64) -> list[int]:
     """The chained hashes of all full blocks of a token sequence, in order; a shorter rest at the end is left out."""
     if block_size < 1:
         raise ValueError("block_size must be at least 1")
-    ids, hashes, parent = token_array(tokens), [], 0
-    for start in range(0, len(ids) - block_size + 1, block_size):
-        parent = hash_block(ids[start : start + block_size], parent)
+    ids, hashes, parent = token_array(tokens).tobytes(), [], 0
+    width = 4 * block_size
+    for start in range(0, len(ids) - width + 1, width):
+        parent = _hash(ids[start : start + width], parent)
         hashes.append(parent)
     return hashes

@@ -26,6 +26,7 @@ from pion.client.address import Address
 from pion.client.caches import Layout
 from pion.client.connection import Steps
 from pion.client.errors import IncompleteError
+from pion.client.explain import Explanation, block_table, explain
 from pion.client.formats import Formats
 from pion.client.identity import model_identity, prefix_digest
 from pion.client.namespace import make_namespace, token_array
@@ -200,7 +201,7 @@ class PionPromptCache:
         if outcome == "down" or not self._admitted(namespace):
             return cache
         if outcome == "miss" or self.on_mismatch == "replace":
-            self._store(namespace, layout, digest, cache, len(ids))
+            self._store(namespace, layout, digest, cache, ids)
         return cache
 
     def prepare(self, tokenizer: Any, prefix: str, suffix: str, namespace: str) -> tuple[list[Any], list[int]]:
@@ -239,6 +240,18 @@ class PionPromptCache:
             self._layout()
             digest = prefix_digest(model_identity(self.model), prefix_token_ids)
         return self._ask(namespace, digest, describe=False)[0] == "hit"
+
+    def explain(self, prefix_token_ids: Any, namespace: str) -> Explanation:
+        """Why `get_or_prefill` would fetch these tokens or compute them: how many are asked for, stored and shared,
+        where the first difference lies, and a sentence. Nothing is fetched, computed or counted.
+
+        Raises:
+            RuntimeError: this object has no model.
+            OSError, CommandError: the server cannot be asked.
+        """
+        self._layout()
+        ids = token_array(prefix_token_ids)
+        return self._run(explain(namespace, prefix_digest(model_identity(self.model), ids), ids))
 
     def drop(self, *namespaces: str) -> int:
         """Delete prefixes on the server; returns how many of them it held."""
@@ -378,14 +391,15 @@ class PionPromptCache:
         self.hits += 1
         return "hit", "", cache
 
-    def _store(self, namespace: str, layout: Layout, digest: str, cache: list[Any], rows: int) -> None:
+    def _store(self, namespace: str, layout: Layout, digest: str, cache: list[Any], ids: Any) -> None:
         """Register and send the rows. A failure costs the next caller a miss, never this one its cache."""
-        started = time.perf_counter()
+        started, rows = time.perf_counter(), len(ids)
         formats = self.formats.sides(layout.dtype, layout.cache_len)
         prefill_ms = min(MAX_PREFILL_MS, max(1, round(self.last_prefill_ms)))
         replace = self.on_mismatch == "replace"
         try:
-            self._run(transfer.register(namespace, layout, formats, rows, digest, prefill_ms, replace=replace))
+            blocks = block_table(ids)
+            self._run(transfer.register(namespace, layout, formats, rows, digest, prefill_ms, blocks, replace=replace))
         except MismatchError as error:  # meanwhile, or incompletely, something else is stored: the K/V here is right
             self._mismatch(namespace, str(error), computed=True)
             return

@@ -42,14 +42,18 @@ def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Ste
 
 
 def register(
-    namespace: str, layout: Layout, sides: Sides, rows: int, digest: str, prefill_ms: int, *, replace: bool
-) -> Steps[None]:
-    """Declare a prefix: shape, formats, what a row is, and whose it is.
+    namespace: str, layout: Layout, sides: Sides, rows: int, digest: str, prefill_ms: int, blocks: tuple[int, bytes],
+    *, replace: bool,
+) -> Steps[None]:  # fmt: skip
+    """Declare a prefix: shape, formats, what a row is, whose it is, and hashes of its blocks of tokens.
 
     Raises:
         MismatchError: the namespace holds something else, and not `replace`.
     """
     command = registration(namespace, layout.kv_dim, sides)
+    size, hashes = blocks
+    if hashes:
+        command += ["BLOCKS", size, len(hashes) // 8, hashes]
     command += ["PREFILL_MS", prefill_ms, "ROWS", rows, "LAYERS", layout.cache_len, "DIGEST", digest]
     command += ["HEADS", layout.n_kv_heads, "HEAD_DIM", layout.head_dim]
     command += ["ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"]

@@ -10,6 +10,7 @@ from pion.commands import (
     introspect,
     keys,
     prefix,
+    prefix_keep,
     server,
     ssm,
     stats,
@@ -23,6 +24,6 @@ from pion.commands.state import ServerState
 
 __all__ = [
     "Dispatcher", "ServerState",
-    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "prefix", "server", "ssm",
-    "stats", "strings", "vcommands", "zranges", "zsets",
+    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "prefix", "prefix_keep",
+    "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

@@ -14,6 +14,8 @@ from pion.auth import Authenticator
 from pion.commands import table
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
+from pion.store.caps import ROOM_TRIES
+from pion.store.entries import CrowdedError
 from pion.wire.resp import Err, Raw
 
 log = logging.getLogger("pion.commands")
@@ -203,6 +205,8 @@ class Dispatcher:
         try:
             self._gate(conn, record)
             return record.open_stream(self.context(conn), argv, nbytes)
+        except CrowdedError:
+            return None  # the command has to wait for room, so its body waits in memory
         except CommandError as error:
             sink = Sink(None, 0, nbytes)
             sink.refused = error
@@ -244,6 +248,8 @@ class Dispatcher:
                 if raw is not None:
                     return self._done(conn, record, argv, started, Raw(raw))
             value = record.handler(self.context(conn), argv)
+        except CrowdedError as error:
+            return self._await(conn, record, argv, started, self._with_room(conn, record, argv, error.entry))
         except CommandError as error:
             value = _refusal(error)
         except Exception:
@@ -264,6 +270,17 @@ class Dispatcher:
             log.exception("%s failed", record.name)
             value = _INTERNAL
         return self._done(conn, record, argv, started, value)
+
+    async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], entry: Any) -> Any:
+        """Runs a write again after the compaction that makes room for it. It has changed nothing so far."""
+        for _ in range(ROOM_TRIES):
+            await self.server.to_thread(self.engine.relieve, entry)
+            try:
+                value = record.handler(self.context(conn), argv)
+                return await value if type(value) is CoroutineType else value
+            except CrowdedError as error:
+                entry, text = error.entry, str(error)
+        raise OutOfMemoryError(text)
 
     async def _held(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         """Waits for the end of CLIENT PAUSE, then runs."""

@@ -54,7 +54,7 @@ def type_(ctx: Context, argv: list[bytes]) -> Any:
 # --- expiry --------------------------------------------------------------------------------------------------------
 
 
-def _condition(tokens: list[bytes]) -> set[bytes]:
+def condition(tokens: list[bytes]) -> set[bytes]:
     """The NX, XX, GT and LT of an EXPIRE."""
     given: set[bytes] = set()
     for token in tokens:
@@ -70,7 +70,7 @@ def _condition(tokens: list[bytes]) -> set[bytes]:
 
 
 def _expire(ctx: Context, argv: list[bytes], unit: int, relative: bool) -> int:
-    given = _condition(argv[3:])
+    given = condition(argv[3:])
     value = args.integer(argv[2])
     now = ctx.now_ms()
     base = now if relative else 0

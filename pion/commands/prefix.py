@@ -108,8 +108,6 @@ def _check_shape(ctx: Context, ns: bytes, dims: set[int], options: dict[str, Any
     known = heads or head_dim
     if known and any(dim % known or (heads and head_dim and heads * head_dim != dim) for dim in dims):
         raise CommandError("ERR HEADS * HEAD_DIM must equal kv_dim")
-    if options.get("parent") == ns:
-        raise CommandError("ERR PARENT must be another namespace")
     if "parent" in options:
         kv.namespace(ctx, options["parent"])
 
@@ -256,16 +254,6 @@ async def _membership_in_thread(ctx: Context, ns: bytes, blob: bytes) -> Any:
 
 
 @command(
-    "KV.PREFIX.INFO", -1, "readonly", 0, 0, 0, "prefix", "0.1.0",
-    "Returns figures of the store of prefixes.", "O(1)",
-)  # fmt: skip
-def info(ctx: Context, argv: list[bytes]) -> Any:
-    """Lines `name:value`."""
-    figures = kv.engine(ctx, hint=False).info()
-    return "".join(f"{name}:{value}\r\n" for name, value in figures.items())
-
-
-@command(
     "KV.PREFIX.SAVE", -1, "admin", 0, 0, 0, "prefix", "0.1.0",
     "Makes everything durable; with a path, writes a self-contained copy there.", "O(N) for N dirty bytes",
 )  # fmt: skip
@@ -386,7 +374,3 @@ def _later(name: str, summary: str) -> None:
 
 
 _later("MATCH", "Finds the longest stored prefix of a scope by block hashes (not in this version).")
-_later("LEASE", "Keeps a prefix for a time (not in this version).")
-_later("EXPIRE", "Sets the life time of a prefix (not in this version).")
-_later("PIN", "Protects a prefix from eviction (not in this version).")
-_later("UNPIN", "Ends the protection of a prefix (not in this version).")

@@ -140,6 +140,12 @@ KV.PREFIX.OWNER namespace
 KV.PREFIX.BLOCKS namespace
 KV.PREFIX.MEMBERSHIP namespace count hashes
 KV.PREFIX.WHY namespace
+KV.PREFIX.PIN namespace...
+KV.PREFIX.UNPIN namespace...
+KV.PREFIX.EXPIRE namespace seconds [NX | XX | GT | LT]
+KV.PREFIX.PERSIST namespace
+KV.PREFIX.LEASE namespace milliseconds [OWNER name]
+KV.PREFIX.INFO [namespace]
 KV.PREFIX.LIST [SCOPE scope] [MATCH pattern] cursor
 KV.PREFIX.SAVE [path]
 V.CREATE sid (dim [VQUANT format] | [default-dim] SCHEMA layers spec...)

@@ -123,6 +123,7 @@ class Server:
         options, state = self.options, self.state
         auth = Authenticator(options.requirepass or None)
         self.engine.deferred_sync = True  # handlers that must be durable await one commit for all of them
+        self.engine.deferred_room = True  # nothing is compacted in this thread
         self.dispatcher = Dispatcher(self.engine, options, auth, state)
         self.plane = Plane(
             self.engine.keyspace,

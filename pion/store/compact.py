@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Final
 
 from pion import limits
@@ -20,6 +21,7 @@ from pion._core import framing, vstore
 from pion._core.stream import FdRef
 from pion.errors import CommandError
 from pion.store import layout, loader
+from pion.store.caps import copy_size
 from pion.store.entries import Entry
 from pion.store.store import Store
 
@@ -29,6 +31,8 @@ GROWN: Final = 4  # 1/4 of the file is newer than the last compaction
 QUIET_GROWN: Final = 16  # the same for an entry that is read, or that nobody writes to
 DEAD_FROM: Final = 1 * limits.MIB  # dead bytes in a small file are not worth a rewrite
 _ROUNDS: Final = 4
+PATIENCE: Final = 10.0  # seconds a writer waits for bodies of others before it is refused
+STRAINED: Final = 1.0  # seconds until a compaction for want of room is tried again after one that gained nothing
 
 
 def due(entry: Entry, *, quiet: bool = False) -> bool:
@@ -44,31 +48,61 @@ def due(entry: Entry, *, quiet: bool = False) -> bool:
     return rows.most_extents() > limits.COMPACT_EXTENTS
 
 
-def compact(store: Store, entry: Entry, *, patient: bool = False) -> bool:
+def compact(store: Store, entry: Entry, *, patient: bool = False, forced: bool = False) -> bool:
     """Rewrite an entry. Blocking; called from a worker thread without the lock.
 
     Args:
+        forced: others go for it when there is no room for the copy.
         patient: wait for a compaction of the same entry that is under way, then do it again.
 
     Returns:
         False when it was left as it is: dropped or written to all the time, no room, or an error, which is logged.
     """
     try:
-        return _compact(store, entry, patient)
+        return _compact(store, entry, patient, forced)
     except (OSError, CommandError, vstore.DamageError) as error:
         log.warning("entry %r could not be compacted: %s", entry.name, error)
         return False
 
 
-def _compact(store: Store, entry: Entry, patient: bool) -> bool:
+def relieve(store: Store, entry: Entry, patience: float = PATIENCE) -> None:
+    """Compact an entry because its dead bytes leave no room for its own next write (CrowdedError). Blocking; called
+    without the lock. Whoever comes while it is done for another writer waits for that.
+
+    Args:
+        patience: seconds to wait for bodies that are streaming in; no further ones begin meanwhile.
+    """
+    with store.lock:
+        if entry.awaited:
+            store.settled.wait_for(lambda: not entry.awaited, 2 * patience)
+            return
+        entry.awaited = True
+        seen = entry.generation
+    try:
+        with store.lock:
+            store.settled.wait_for(lambda: entry.gone or not (entry.compacting or entry.writers), patience)
+            if entry.gone or entry.generation != seen or time.monotonic() < entry.strained:
+                return
+        done = compact(store, entry, forced=True)
+        with store.lock:
+            if not done and entry.generation == seen:
+                entry.strained = time.monotonic() + STRAINED
+    finally:
+        with store.lock:
+            entry.awaited = False
+            store.settled.notify_all()
+
+
+def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:
     loader.precheck(store, entry)
     with store.lock:
         if patient:
             store.settled.wait_for(lambda: not entry.compacting)
         if entry.gone or entry.rows is None or entry.writers or entry.compacting:
             return False
-        need = entry.disk
-        if need > store.max_bytes // 8 and store.totals.disk + store.held_bytes() + need > store.max_bytes:
+        need = copy_size(entry)
+        full = store.totals.disk + store.held_bytes() + need > store.max_bytes
+        if full and not forced and need > store.max_bytes // 8:
             return False  # others would have to go for it
         try:
             store.make_room(need, entry)
@@ -85,7 +119,8 @@ def _compact(store: Store, entry: Entry, patient: bool) -> bool:
         with store.lock:
             entry.compacting = False
             store.settled.notify_all()
-            store.totals.disk -= need
+            store.totals.disk -= need + entry.doubled
+            entry.doubled = 0
 
 
 class _Job:

@@ -222,8 +222,9 @@ class Upkeep:
 
     def _upkeep(self) -> None:
         store = self.store
-        store.held_bytes()
         with store.lock:
+            store.held_bytes()
+            store.expire(store.now_ms())
             store.watch()
         pending = bool(store.unsynced) or (self.log is not None and self.log.unsynced_bytes > 0)
         if self.policy == "everysec" and pending and not self.failure:
@@ -269,6 +270,8 @@ class Upkeep:
         try:
             for i in range(0, len(entries), _SLICE):
                 with store.lock:
+                    for entry in entries[i : i + _SLICE]:
+                        store.order.catch_up(entry)
                     idx.rewrite(
                         (entry.key, entry.figures(clean=not entry.dirty))
                         for entry in entries[i : i + _SLICE]

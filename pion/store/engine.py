@@ -14,21 +14,24 @@ without a socket.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pion import limits
 from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
-from pion.store import arrays, startup
+from pion.store import arrays, compact, startup
+from pion.store.caps import ROOM_TRIES
 from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
-from pion.store.entries import Entry
+from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports
 from pion.store.files import DiskFiles, Files, MemoryFiles
 from pion.store.index import Index
+from pion.store.keeping import Keeping
 from pion.store.keyspace import KeyspaceStore
 from pion.store.ledger import Ledger
 from pion.store.prefixes import Prefixes, Tables
@@ -38,6 +41,8 @@ from pion.store.store import Store
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+T = TypeVar("T")
 
 POLICIES: Final = ("always", "everysec", "no")
 MEMORY_SHARE: Final = 0.5  # of the free memory, the default cap with memory_only
@@ -98,6 +103,7 @@ class Engine(SessionMethods, PrefixMethods):
         self.wal = wal and not memory_only
         self.memory_only = memory_only
         self.deferred_sync = False  # set by a server that calls `commit` itself before it acknowledges
+        self.deferred_room = False  # set by a server that calls `relieve` itself, in a thread
         self.ledger = Ledger()
         self.keyspace_store: KeyspaceStore | None = None
         self.root = Path(path) if path is not None and not memory_only else None
@@ -113,6 +119,10 @@ class Engine(SessionMethods, PrefixMethods):
         self._tables = Tables(self.keyspace)
         self._sessions = Sessions(self._store)
         self._prefixes = Prefixes(self._store, self.ledger, self._tables)
+        self._keeping = Keeping(self._store, self._tables)
+        with self._store.lock:
+            self._tables.next_use(self._store.order.uses.next_use())
+            self._store.order.uses = self._tables
         self._states = States(self._store)
         self._exports = Exports(self._store, self._sessions, self.root)
         self._store.on_drop = self._dropped
@@ -138,6 +148,7 @@ class Engine(SessionMethods, PrefixMethods):
                 self.found = startup.bring_up(store, disk, idx, max_sessions, max_bytes)
                 store.max_sessions = max_sessions
                 held = max(store.totals.disk, self.found.nbytes)
+                store.unlisted = held - store.totals.disk
                 store.max_bytes = max_bytes or int((files.free_bytes() + held) * limits.DEFAULT_MAX_BYTES_SHARE)
                 store.enforce()
             except OSError as error:
@@ -173,7 +184,7 @@ class Engine(SessionMethods, PrefixMethods):
                 with self._store.lock, suppress(CommandError):
                     self._store.enforce()
             finally:
-                self._store.finder = None
+                self._store.finder, self._store.unlisted = None, 0
 
     def _dropped(self, entry: Entry) -> None:
         if entry.is_prefix:
@@ -204,7 +215,7 @@ class Engine(SessionMethods, PrefixMethods):
             self._end()
         finally:
             closed: Any = _Closed()
-            self._sessions = self._prefixes = self._states = closed
+            self._sessions = self._prefixes = self._states = self._keeping = closed
 
     def _end(self) -> None:
         if self.root is None:
@@ -266,6 +277,22 @@ class Engine(SessionMethods, PrefixMethods):
             self._upkeep.commit()
         except OSError as error:
             raise StorageError(f"{text} ({error.strerror})") from error
+
+    def relieve(self, entry: Entry) -> None:
+        """Make the room that a write needs, by a compaction of its own entry (CrowdedError). Blocking."""
+        compact.relieve(self._store, entry)
+
+    def _roomy(self, write: Callable[..., T], *args: Any) -> T:
+        """Call something that writes, after compactions when dead bytes of its own entry take the room."""
+        for _ in range(ROOM_TRIES):
+            try:
+                return write(*args)
+            except CrowdedError as error:
+                if self.deferred_room:
+                    raise
+                entry = error.entry
+            compact.relieve(self._store, entry)
+        return write(*args)
 
     def _check_open(self) -> None:
         if self._closing.is_set():
@@ -346,6 +373,10 @@ class Engine(SessionMethods, PrefixMethods):
                 "vstore_foreign_files": self.found.foreign,
                 "vstore_listing": int(store.finder is not None),
                 "vstore_sync_failed": int(bool(self._upkeep.failure)),
+                "vstore_evicted": store.evicted,
+                "vstore_expired": store.expired,
+                "vstore_pinned": len(store.order.pins),
+                "vstore_leased": len(store.order.leases),
             }
 
     def set_aside(self) -> list[str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pion import limits
 from pion.errors import CommandError
+from pion.store.keeping import Keeping
 from pion.store.layout import PREFIX, Declared, Side
 from pion.store.prefixes import Prefixes
 from pion.store.sessions import Sessions
 from pion.store.store import Store
+
+T = TypeVar("T")
 
 
 class PrefixMethods:
@@ -20,10 +24,12 @@ class PrefixMethods:
     _store: Store
     _sessions: Sessions
     _prefixes: Prefixes
+    _keeping: Keeping
 
     if TYPE_CHECKING:
 
         def _acknowledge(self) -> None: ...  # of the engine
+        def _roomy(self, write: Callable[..., T], *args: Any) -> T: ...
 
     def register(
         self,
@@ -51,7 +57,7 @@ class PrefixMethods:
             prefill_ms: what computing the prefix took; for the receipt, not kept over a restart.
             rows, layers: the shape. With it, `lookup` is true only once all rows are there.
             digest: of token ids and model, hex; compared by `lookup`.
-            scope, parent: names searched together; the prefix this one continues.
+            scope, parent: names searched together; the prefix this one continues, which is kept as long as this one.
             heads, head_dim, rope: what a row is. turbo encodes heads of `head_dim` values (a row in blocks without it),
                 and takes the rotation of base `rope` out of the keys.
             replace: drop what is stored under another description.
@@ -62,7 +68,7 @@ class PrefixMethods:
         """
         declared = Declared(rows, layers, digest and digest.lower(), scope, parent, heads, head_dim, rope)
         both = (Side(kv_dim, fmt_code),) * 2
-        self._prefixes.register(ns, both, blocks, prefill_ms, declared, replace)
+        self._roomy(self._prefixes.register, ns, both, blocks, prefill_ms, declared, replace)
         self._acknowledge()
 
     def register_schema(
@@ -92,7 +98,7 @@ class PrefixMethods:
         if said.digest is not None:
             said = dataclasses.replace(said, digest=said.digest.lower())
         asked = [Side(0, limits.FORMATS["int8"], tuple(side)) for side in (k_layers, v_layers)]
-        self._prefixes.register(ns, asked, blocks, prefill_ms, said, replace)
+        self._roomy(self._prefixes.register, ns, asked, blocks, prefill_ms, said, replace)
         self._acknowledge()
 
     def lookup(
@@ -134,8 +140,59 @@ class PrefixMethods:
         return self._prefixes.membership(ns, blob)
 
     def why(self, ns: bytes) -> str:
-        """Why a lookup of the namespace is a hit or a miss."""
-        return self._prefixes.why(ns)
+        """Why a lookup of the namespace is a hit or a miss, and what keeps it."""
+        with self._store.lock:
+            return self._prefixes.why(ns) + self._keeping.words(PREFIX + ns)
+
+    # --- what keeps a prefix ----------------------------------------------------------------------------------------
+
+    def pin(self, *ns: bytes) -> int:
+        """Protect prefixes from eviction, over restarts too; how many are here. DROP and EXPIRE still end them."""
+        found = self._roomy(self._keeping.pin, ns, True)
+        self._acknowledge()
+        return found
+
+    def unpin(self, *ns: bytes) -> int:
+        """End that; how many were pinned."""
+        found = self._roomy(self._keeping.pin, ns, False)
+        self._acknowledge()
+        return found
+
+    def expire(self, ns: bytes, when_ms: int, *words: str) -> bool:
+        """Let a prefix end at a time in ms since 1970, over restarts too; one that has come drops it at once.
+
+        Args:
+            words: of NX, XX, GT, LT, as in Redis's EXPIRE.
+
+        Returns:
+            False when it is not here, or the words say no.
+        """
+        done = self._roomy(self._keeping.expire, ns, when_ms, frozenset(words))
+        self._acknowledge()
+        return done
+
+    def persist(self, ns: bytes) -> bool:
+        """Let a prefix live for ever; False when it did."""
+        done = self._roomy(self._keeping.persist, ns)
+        self._acknowledge()
+        return done
+
+    def lease(self, ns: bytes, milliseconds: int, owner: object = None) -> bool:
+        """Keep a prefix from eviction for a time, or claim one that is missing or incomplete; 0 gives the lease back.
+
+        Args:
+            owner: who asks; default: this thread.
+
+        Returns:
+            False when somebody else has claimed it: wait until it is complete, or the lease has ended.
+        """
+        return self._keeping.lease(ns, milliseconds, threading.get_ident() if owner is None else owner)
+
+    def about(self, ns: bytes) -> dict[str, str]:
+        """What is stored of a prefix, what keeps it and how it is related: the lines of KV.PREFIX.INFO ns."""
+        return self._keeping.about(ns)
+
+    # --- all of them ------------------------------------------------------------------------------------------------
 
     def flush(self) -> int:
         """Drop everything but the keyspace; how many prefixes there were."""

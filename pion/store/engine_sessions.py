@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pion._core.stream import Extents
 from pion.store import writes
+from pion.store.entries import CrowdedError
 from pion.store.exports import Exports, Request
 from pion.store.ledger import Ledger
 from pion.store.reading import StoredRows
@@ -16,6 +18,8 @@ from pion.store.writes import Write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 
 class SessionMethods:
@@ -31,6 +35,7 @@ class SessionMethods:
     if TYPE_CHECKING:
 
         def _acknowledge(self) -> None: ...  # of the engine
+        def _roomy(self, write: Callable[..., T], *args: Any) -> T: ...
 
     def v_exists(self, sid: bytes) -> bool:
         """Whether the session is there."""
@@ -46,7 +51,7 @@ class SessionMethods:
         Raises:
             MismatchError: the session is there with other layers.
         """
-        index = self._sessions.create(sid, dim, fmt_code, layers)
+        index = self._roomy(self._sessions.create, sid, dim, fmt_code, layers)
         self._acknowledge()
         return index
 
@@ -74,13 +79,16 @@ class SessionMethods:
             blob: count x dim values, row-major, little-endian.
             fmt: of blob: F32, F16 or BF16.
         """
-        self._sessions.store_rows(sid, layer, start, count, blob, fmt)
+        try:
+            self._sessions.store_rows(sid, layer, start, count, blob, fmt)
+        except CrowdedError:
+            self._roomy(self._sessions.store_rows, sid, layer, start, count, blob, fmt)
         if self._policy == "always":
             self._acknowledge()
 
     def v_store_open(self, sid: bytes, layer: int, start: int, count: int, nbytes: int) -> Write:
         """The same for a body of `nbytes` that arrives in pieces: feed the sink, then finish or abort."""
-        return self._sessions.open_store(sid, layer, start, count, nbytes)
+        return self._roomy(self._sessions.open_store, sid, layer, start, count, nbytes)
 
     def v_store_heavy(self, sink: Write, fmt: str) -> bool:
         """`v_store_finish` has to convert the body in its file first: call it in a thread."""
@@ -162,7 +170,7 @@ class SessionMethods:
 
     def v_restore(self, sid: bytes, snap: int) -> None:
         """Cut a session's layers back to a snapshot. Lost with a crash only if the cut had not reached the file."""
-        self._sessions.restore(sid, snap)
+        self._roomy(self._sessions.restore, sid, snap)
         self._acknowledge()
 
     def v_commit(self, sid: bytes, snap: int) -> int:
@@ -173,12 +181,12 @@ class SessionMethods:
 
     def ssm_store(self, sid: bytes, layer: int, blob: Buffer) -> None:
         """Replace the recurrent state of a layer."""
-        self._states.put(sid, layer, blob)
+        self._roomy(self._states.put, sid, layer, blob)
         self._acknowledge()
 
     def ssm_store_open(self, sid: bytes, layer: int, nbytes: int) -> Write:
         """The same for a state that arrives in pieces."""
-        return self._states.open(sid, layer, nbytes)
+        return self._roomy(self._states.open, sid, layer, nbytes)
 
     def ssm_store_finish(self, sink: Write) -> None:
         """Publish a state that has arrived."""
@@ -191,5 +199,5 @@ class SessionMethods:
 
     def ssm_drop(self, sid: bytes, layer: int | None = None) -> None:
         """Drop the state of a layer, or of all layers."""
-        self._states.drop(sid, layer)
+        self._roomy(self._states.drop, sid, layer)
         self._acknowledge()

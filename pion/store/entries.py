@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from pion.errors import CommandError
+from pion._core import framing
+from pion.errors import CommandError, OutOfMemoryError
 from pion.store import index, layout
 from pion.store.layout import UNDECLARED, Declared, Side
 
@@ -29,6 +32,17 @@ class SessionNotFoundError(CommandError):
 
 class DamagedError(CommandError):
     """A stored record does not match its checksum; it is out of service and will never be answered."""
+
+
+class CrowdedError(OutOfMemoryError):
+    """A write needs the room that dead bytes of its own entry take: compact it (`compact.relieve`) and write again.
+
+    Nothing was changed.
+    """
+
+    def __init__(self, entry: Entry, text: str) -> None:
+        super().__init__(text)
+        self.entry = entry
 
 
 @dataclass(slots=True)
@@ -54,11 +68,16 @@ class Entry:
         size: bytes of records, reservations included; the next record goes here.
         base: size right after the last compaction.
         key_rows, row_count, nbytes: totals that INFO shows.
-        used: clock of the last use.
+        used: number of the last use.
+        parent, pinned, expires: as declared; known before the file has been read. 0 = never expires.
+        queued, timed: of order.py: it is in the heap of leaves; the end it has in that of ends.
         ref: the open file.
         writers: bodies that are streaming in.
         open: these bodies.
         compacting: a worker is writing the file anew.
+        doubled: bytes that came since, charged for its new file as well.
+        awaited: a writer waits until it can be: no further body begins to stream in.
+        strained: until then (monotonic seconds) no writer waits for it: it was tried and gained nothing.
         dirty: the index knows that its figures are out of date.
         unsynced: bytes written since the last flush.
         synced: bytes of the file, from its beginning, that are on the medium for certain.
@@ -70,9 +89,10 @@ class Entry:
     """
 
     __slots__ = (
-        "_meta", "_path", "base", "blocks", "changes", "compacting", "declared", "dirty", "generation", "gone",
-        "has_states", "key", "key_rows", "mask", "nbytes", "open", "prefill_ms", "quiet", "ref", "row_count", "rows",
-        "seed", "sides", "size", "slots", "snapshots", "states", "synced", "unsynced", "used", "writers",
+        "_meta", "_path", "awaited", "base", "blocks", "changes", "compacting", "declared", "dirty", "doubled",
+        "expires", "generation", "gone", "has_states", "key", "key_rows", "mask", "nbytes", "open", "parent", "pinned",
+        "prefill_ms", "queued", "quiet", "ref", "row_count", "rows", "seed", "sides", "size", "slots", "snapshots",
+        "states", "strained", "synced", "timed", "unsynced", "used", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
@@ -93,10 +113,16 @@ class Entry:
         self.row_count = 0
         self.nbytes = 0
         self.used = 0
+        self.parent: bytes | None = None
+        self.pinned = self.queued = False
+        self.expires = self.timed = 0
         self.ref: FdRef | None = None
         self.writers = 0
         self.open: tuple[Any, ...] = ()
         self.compacting = False
+        self.awaited = False
+        self.doubled = 0
+        self.strained = 0.0
         self.dirty = True
         self.unsynced = 0
         self.synced = 0
@@ -119,13 +145,17 @@ class Entry:
         entry.has_states = bool(figures.flags & index.STATES)
         entry.mask = (1 if figures.flags & index.KEYS else 0) | (2 if figures.flags & index.VALUES else 0)
         entry._meta = figures.meta
+        if not figures.flags & index.TOLD or figures.flags & (index.PINNED | index.EXPIRES | index.CHILD):
+            with contextlib.suppress(framing.FramingError, struct.error, KeyError):  # its file may tell
+                entry._keep(entry.peek())
         return entry
 
     def figures(self, *, clean: bool) -> index.Figures:
         """For the index."""
         flags = index.CLEAN if clean else 0
         flags |= (index.STATES if self.has_states else 0) | (index.KEYS if self.mask & 1 else 0)
-        flags |= index.VALUES if self.mask & 2 else 0
+        flags |= (index.VALUES if self.mask & 2 else 0) | (index.PINNED if self.pinned else 0) | index.TOLD
+        flags |= (index.EXPIRES if self.expires else 0) | (index.CHILD if self.parent is not None else 0)
         return index.Figures(
             self.generation,
             flags,
@@ -150,6 +180,10 @@ class Entry:
         self.sides, self.declared = sides, declared
         self.mask = (sides[0] is not None) | (sides[1] is not None) << 1
         self._meta = b""
+        self._keep(declared)
+
+    def _keep(self, declared: Declared) -> None:
+        self.parent, self.pinned, self.expires = declared.parent, bool(declared.pinned), declared.expires or 0
 
     def peek(self) -> Declared:
         """The declaration, from the index when the file has not been read."""

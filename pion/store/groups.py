@@ -155,13 +155,22 @@ def append_rows(
     _append(place, _parts(place, start, _words(source, blob, dim, fmt, start, theta_of(entry, fmt))))
 
 
-def _append(place: _Place, parts: list[_Part]) -> None:
-    """Write records behind the last one, then take their rows in: all or none."""
+def _room(part: _Part) -> int:
+    nbytes = len(part.payload)
+    return nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0)
+
+
+def _append(place: _Place, parts: list[_Part], *, own: bool = True) -> None:
+    """Write records behind the last one, then take their rows in: all or none.
+
+    Args:
+        own: the caller can do it again after a compaction, see `Store.make_room`.
+    """
     store, entry, side, layer, dim, fmt = place
     rows, about = entry.rows, entry.sides[side]
     assert rows is not None
     assert about is not None
-    store.make_room(sum(len(part.payload) + 128 + vstore.BIG_ALIGN for part in parts), entry)
+    store.make_room(sum(_room(part) for part in parts), entry, own=own)
     store.mark_dirty(entry)
     at = entry.size
     placed = []
@@ -262,4 +271,4 @@ def _publish(store: Store, sink: Write, edges: list[tuple[int, memoryview]], mid
     else:
         writes.abandon(store, sink)
     for some in parts:
-        _append(place, some)
+        _append(place, some, own=False)

@@ -40,6 +40,10 @@ CLEAN: Final = 1  # flag bits of a PUT
 STATES: Final = 2  # holds recurrent state
 KEYS: Final = 4  # has the K side (or is a raw entry)
 VALUES: Final = 8
+PINNED: Final = 16  # what the three say stands in `meta`: who sees none of them need not look there
+EXPIRES: Final = 32
+CHILD: Final = 64
+TOLD: Final = 128  # written by a version that knows the three
 _REWRITE_FROM: Final = 256 * 1024  # bytes; smaller files are not worth a rewrite
 
 
@@ -49,7 +53,7 @@ class Figures:
 
     Attributes:
         generation: of its file.
-        flags: CLEAN, STATES, KEYS, VALUES.
+        flags: CLEAN, STATES, KEYS, VALUES, PINNED, EXPIRES, CHILD, TOLD.
         size: bytes of records in the file.
         synced: how many of them, from the beginning, were on the medium when this was written.
         key_rows, rows, nbytes: rows of the K side, of both sides, and their stored bytes.

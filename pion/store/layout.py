@@ -56,11 +56,12 @@ _ENTRY_PATH: Final = re.compile(rf"kv/{TENANT}/[0-9a-f]{{2}}/[0-9a-f]{{40}}\{SUF
 # Attributes: type, u16. A reader skips the ones it does not know.
 _NAME, _DOMAIN, _CREATED = 1, 2, 3
 _SIDES, _SHAPE, _DIGEST, _SCOPE, _PARENT, _HEADS, _ROPE, _PARAMS, _LAYERS = 16, 17, 18, 19, 20, 21, 22, 23, 24
+_PINNED, _EXPIRES = 25, 26
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What REGISTER said of a prefix beyond dimension and format; None = not said.
+    """What was said of a prefix beyond dimension and format; None = not said.
 
     Attributes:
         rows, layers: the shape; both or neither.
@@ -69,6 +70,8 @@ class Declared:
         parent: the namespace this prefix continues.
         heads, head_dim: what a row is made of.
         rope: base of the rotary embedding of the keys.
+        pinned: PIN protects it from eviction.
+        expires: when EXPIRE ends it, in ms since 1970.
     """
 
     rows: int | None = None
@@ -79,6 +82,8 @@ class Declared:
     heads: int | None = None
     head_dim: int | None = None
     rope: float | None = None
+    pinned: bool | None = None
+    expires: int | None = None
 
     def pack(self) -> list[tuple[int, bytes]]:
         """As attributes; what is None is left out."""
@@ -95,6 +100,10 @@ class Declared:
             out.append((_HEADS, struct.pack("<II", self.heads or 0, self.head_dim or 0)))
         if self.rope is not None:
             out.append((_ROPE, struct.pack("<d", self.rope)))
+        if self.pinned:
+            out.append((_PINNED, b""))
+        if self.expires is not None:
+            out.append((_EXPIRES, struct.pack("<Q", self.expires)))
         return out
 
 
@@ -283,6 +292,10 @@ def unpack_meta(attrs: bytes) -> tuple[list[Side | None], Declared]:
             said["heads"], said["head_dim"] = heads or None, head_dim or None
         elif kind == _ROPE:
             said["rope"] = struct.unpack("<d", value)[0]
+        elif kind == _PINNED:
+            said["pinned"] = True
+        elif kind == _EXPIRES:
+            said["expires"] = struct.unpack("<Q", value)[0]
     sides: list[Side | None] = [None, None]
     for number, (dim, code) in plain.items():
         if number > VALUES:

@@ -62,6 +62,11 @@ class Prefixes:
             raise CommandError("ERR LAYERS must be the number of layers of the schema")
         store = self.store
         with store.lock:
+            if declared.parent is not None and store.order.circular(ns, declared.parent):
+                raise CommandError("ERR PARENT must be another namespace, and none that continues this one")
+            above = store.find(layout.PREFIX + declared.parent) if declared.parent is not None else None
+            if above is not None:
+                store.touch(above)  # it must not go for its own child
             entry = self._find(ns)
             if entry is None or (replacing and (self._differences(entry, asked, declared) or _unsaid(entry, declared))):
                 entry = self._make(ns, asked, blocks, declared, entry)
@@ -75,6 +80,8 @@ class Prefixes:
     ) -> Entry:
         key = layout.PREFIX + ns
         sides = _stored(key, asked, declared)
+        if over is not None and over.pinned:  # a pin is on the name; a time to live ends with what it was given to
+            declared = replace(declared, pinned=True)
         entry = self.store.create(key, sides, declared, over=over)
         if blocks is not None:
             try:
@@ -225,8 +232,8 @@ class Prefixes:
                 place, key = self._order[i]
                 if i - first >= count and place != self._order[i - 1][0]:
                     return place, names
-                entry = store.entries[key]
-                if not entry.mask & 1 or (scope is not None and entry.peek().scope != scope):
+                entry = store.find(key)
+                if entry is None or not entry.mask & 1 or (scope is not None and entry.peek().scope != scope):
                     continue
                 if match is None or glob_match(match, entry.name):
                     names.append(entry.name)
@@ -244,7 +251,7 @@ class Prefixes:
             entry.rows.lost(old.nbytes)
         self._tables.drop(entry.name)
         if hashes:
-            self._tables.put(entry.name, membership.build(hashes))
+            self._tables.put(entry.name, membership.build(hashes), entry.expires)
 
     def _hashes(self, ns: bytes) -> tuple[Payload, bytes] | None:
         entry = self._find(ns)
@@ -267,17 +274,16 @@ class Prefixes:
     def membership(self, ns: bytes, blob: bytes) -> bytes | None:
         """Bitmap of the probes that are in the table, bit i (least significant first) for probe i; None without one."""
         with self.store.lock:
-            table = self._tables.get(ns)
-            if table is None:
+            entry = self.store.find(layout.PREFIX + ns)
+            table = self._tables.get(ns) if entry is not None else None
+            if entry is None or table is None:
                 found = self._hashes(ns)
                 if found is None:
                     return None
                 table = membership.build(found[1])
-                self._tables.put(ns, table)
+                self._tables.put(ns, table, entry.expires if entry is not None else 0)
             else:
-                entry = self.store.find(layout.PREFIX + ns)
-                if entry is not None:
-                    self.store.touch(entry)
+                self.store.touch(entry)
         return membership.probe(table, blob)
 
 
@@ -319,12 +325,14 @@ def _described(entry: Entry) -> str:
 
 
 class Tables:
-    """Packed membership tables by namespace.
+    """Packed membership tables by namespace, and the numbers of uses, which a compiled probe takes too.
 
     They stand beside the keyspace, where the compiled probe finds them and no client does.
     """
 
     def __init__(self, keyspace: Keyspace) -> None:
+        self.next_use = keyspace.next_use
+        self.table_used = keyspace.table_used
         self.get = keyspace.table_get
         self.put = keyspace.table_put
         self.drop = keyspace.table_drop

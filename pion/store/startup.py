@@ -47,7 +47,7 @@ class Found:
 
 
 def bring_up(store: Store, files: DiskFiles, idx: index.Index, max_sessions: int, max_bytes: int | None) -> Found:
-    """Read the index, then what it does not vouch for, and bring everything under the caps.
+    """Read the index, then what it does not vouch for, and drop what has expired meanwhile.
 
     Args:
         max_sessions, max_bytes: what will be the caps.
@@ -82,7 +82,7 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index, max_sessions: int
         found.replayed += 1
         if entry.rows is None or store.power_cut:
             loader.load(store, entry, thorough=store.power_cut)
-    store.enforce()
+    store.expire(store.now_ms())
     return found
 
 
@@ -152,7 +152,7 @@ def list_directory(store: Store, files: DiskFiles, found: Found, flushes: int = 
 def finder(store: Store, files: DiskFiles) -> Callable[[bytes], Entry | None]:
     """Looks for the entry of a key that the listing has not come to yet."""
     flushes = store.flushes
-    return lambda key: _adopt(store, files, layout.entry_path(key), flushes)
+    return lambda key: _adopt(store, files, layout.entry_path(key), flushes, 0)
 
 
 def _compare_size(store: Store, files: DiskFiles, entry: Entry) -> None:
@@ -166,6 +166,7 @@ def _compare_size(store: Store, files: DiskFiles, entry: Entry) -> None:
             size = -1
         if framing.align_up(max(size, 0)) != entry.size:
             loader.load(store, entry)
+            store.enforce()
 
 
 def _remove_unfinished(files: DiskFiles, path: str) -> None:
@@ -178,10 +179,13 @@ def _remove_unfinished(files: DiskFiles, path: str) -> None:
         files.remove(path)
 
 
-def _adopt(store: Store, files: DiskFiles, path: str, flushes: int) -> Entry | None:
+def _adopt(store: Store, files: DiskFiles, path: str, flushes: int, used: int = 1) -> Entry | None:
     """Take in one entry file; None when there is none, or a damaged one, which is moved aside.
 
     One that a FLUSH would have dropped, had it been known by then, is removed instead.
+
+    Args:
+        used: number of its last use, which nobody knows: 1 = it is the first to go, 0 = it is used now.
     """
     with store.lock:
         try:
@@ -212,8 +216,8 @@ def _adopt(store: Store, files: DiskFiles, path: str, flushes: int) -> Entry | N
             return None
         entry = Entry(key, header.generation)
         entry.size = size
+        entry.used = used
         store.insert(entry)
-        store.entries.move_to_end(key, last=False)
         if not loader.load(store, entry):
             return None
         if store.index is not None:
@@ -221,7 +225,10 @@ def _adopt(store: Store, files: DiskFiles, path: str, flushes: int) -> Entry | N
                 store.index.put(key, entry.figures(clean=False))
             except OSError as error:  # the next start finds it again
                 log.warning("index: %s", error.strerror)
-        return entry
+        store.unlisted = max(0, store.unlisted - entry.disk)
+        store.order.from_files()
+        store.enforce()
+        return None if entry.gone else entry
 
 
 def _set_aside(store: Store, files: DiskFiles, path: str, why: str, error: int | None = None) -> None:

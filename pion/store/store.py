@@ -6,11 +6,12 @@ and never over an fsync, a large transfer or the last close of a file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import logging
-import resource
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,19 +19,20 @@ from typing import Final, Protocol, TypeVar
 
 from pion._core import stream, vstore
 from pion._core.stream import FdRef
-from pion.errors import CommandError, OutOfMemoryError, StorageError
+from pion.errors import StorageError
 from pion.store import layout, loader
-from pion.store.entries import BLOCK, Entry
+from pion.store.caps import Caps, descriptor_cap
+from pion.store.entries import Entry
 from pion.store.files import Files
 from pion.store.index import Figures, Index
 from pion.store.layout import Declared, Side
+from pion.store.order import Order
 
 log = logging.getLogger("pion.store")
 
 T = TypeVar("T")
 
 REMEMBERED: Final = 4096  # names whose end is remembered, for WHY
-_MAX_LINEAGE: Final = 64  # ancestors refreshed by one use
 
 
 @dataclass(slots=True)
@@ -59,8 +61,13 @@ class Fragmented(Protocol):
     def __call__(self, entry: Entry, *, quiet: bool = False) -> None: ...
 
 
-class Store:
-    """Entries by key, least recently used first.
+def wall_ms() -> int:
+    """Milliseconds since 1970, as times to live count."""
+    return time.time_ns() // 1_000_000
+
+
+class Store(Caps):
+    """Entries by key.
 
     Args:
         files: where entry files live.
@@ -75,9 +82,10 @@ class Store:
         self.max_bytes = max_bytes
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)  # told when a compaction ends
-        self.entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self.entries: dict[bytes, Entry] = {}
+        self.order = Order(self.entries)
         self.totals = Totals()
-        self.clock = 0
+        self.now_ms: Callable[[], int] = wall_ms
         self.changes = 0  # entries that came or went
         self.evictions = 0
         self.quarantined = 0
@@ -91,6 +99,7 @@ class Store:
         self.on_drop: Callable[[Entry], None] | None = None
         self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
+        self.unlisted = 0  # bytes of files the listing has not come to yet
         self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
         self._open: OrderedDict[Entry, None] = OrderedDict()
         self._free_slots: list[int] = []
@@ -101,34 +110,30 @@ class Store:
     def find(self, key: bytes) -> Entry | None:
         """The entry, whether its file has been read or not."""
         entry = self.entries.get(key)
-        return self.finder(key) if entry is None and self.finder is not None else entry
+        if entry is None and self.finder is not None:
+            entry = self.finder(key)
+        return None if entry is None or self._due(entry) else entry
 
     def get(self, key: bytes) -> Entry | None:
         """The entry, its file read and still what it was; None when there is none (or it has just turned out to be
-        damaged: `ends` then says so)."""
+        damaged, or due: `ends` then says so)."""
         entry = self.find(key)
         if entry is None:
+            due = self.entries.get(key)
+            if due is not None:
+                with contextlib.suppress(StorageError):  # the tick tries again
+                    self.expire_one(due)
             return None
         if entry.rows is None:
-            return entry if loader.load(self, entry) else None
+            return entry if loader.load(self, entry) and not self._due(entry) else None
         return entry if loader.intact(self, entry) else None
 
+    def _due(self, entry: Entry) -> bool:
+        return 0 < entry.expires <= self.now_ms()
+
     def touch(self, entry: Entry) -> None:
-        """Note a use. Ancestors are refreshed after their descendant, so that of a lineage the leaf is oldest."""
-        self.clock += 1
-        entry.used = self.clock
-        self.entries.move_to_end(entry.key)
-        self.used.add(entry)
-        parent = entry.declared.parent
-        for _ in range(_MAX_LINEAGE):
-            above = self.entries.get(layout.PREFIX + parent) if parent is not None else None
-            if above is None or above is entry:
-                return
-            self.clock += 1
-            above.used = self.clock
-            self.entries.move_to_end(above.key)
-            self.used.add(above)
-            parent = above.peek().parent
+        """Note a use of an entry, which is one of its ancestors."""
+        self.used.update(self.order.use(entry))
 
     def fd(self, entry: Entry) -> int:
         """A descriptor of the entry's file, opened when needed. Raises OSError."""
@@ -173,7 +178,7 @@ class Store:
         self._open[entry] = None
         if not self.files.keeps:
             return
-        while len(self._open) > _descriptor_cap():
+        while len(self._open) > descriptor_cap():
             oldest, _ = self._open.popitem(last=False)
             oldest.ref = None
 
@@ -212,11 +217,11 @@ class Store:
         entry.describe(sides, declared)
         sessions = entry.side_count or 1
         self.make_slots(sessions - (over.side_count if over else 0), over, entries=0 if over else 1)
-        self.make_room(BLOCK, over)
-        if over is not None:
-            self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
         head = layout.file_header(key, entry.generation)
         data = head + loader.meta_record(entry, len(head)) + records
+        self.make_room(len(data), over)
+        if over is not None:
+            self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
         try:
             fd = self.with_descriptor(lambda: self.files.create(entry.path, data, over=over.generation if over else 0))
         except OSError as error:
@@ -242,8 +247,7 @@ class Store:
 
     def insert(self, entry: Entry) -> None:
         """Count an entry in."""
-        self.clock = max(self.clock + 1, entry.used)
-        entry.used = entry.used or self.clock
+        entry.used = entry.used or self.order.uses.next_use()
         self.entries[entry.key] = entry
         self.changes += 1
         self._count(entry, 1)
@@ -258,6 +262,10 @@ class Store:
         totals.rows += sign * entry.row_count
         totals.nbytes += sign * entry.nbytes
         totals.disk += sign * entry.disk
+        if sign < 0:
+            self.order.remove(entry)
+        elif not entry.gone:
+            self.order.add(entry)
 
     def recounted(self, entry: Entry, change: Callable[[], object]) -> None:
         """Make a change that moves an entry's totals."""
@@ -309,6 +317,7 @@ class Store:
 
     def forget(self, entry: Entry, reason: str) -> None:
         """Take an entry out of memory; its file is somebody else's matter."""
+        self.used.update(self.order.catch_up(entry))  # its ancestors' uses
         if self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
         self.changes += 1
@@ -361,47 +370,7 @@ class Store:
                 log.error("index: %s", error.strerror)
         self.forget(entry, f"damaged ({why}); its file is in the quarantine")
 
-    # --- caps -------------------------------------------------------------------------------------------------------
-
-    def make_slots(self, sessions: int, keep: Entry | None = None, *, entries: int = 0) -> None:
-        """Evict until this many more sessions and entries fit under --max-sessions (an entry may be state alone).
-
-        Raises:
-            CommandError: they never will.
-        """
-        most = self.max_sessions
-        while self.totals.sessions + sessions > most or len(self.entries) + entries > most:
-            if not self._evict(keep, f"evicted: more than {self.max_sessions} sessions"):
-                raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
-        if not self.files.keeps:  # every entry is an open descriptor
-            while len(self.entries) + entries > _descriptor_cap() * 2:
-                if not self._evict(keep, "evicted: no more file descriptors"):
-                    raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
-
-    def make_room(self, nbytes: int, keep: Entry | None = None) -> None:
-        """Evict until this many more bytes fit under --max-bytes.
-
-        Raises:
-            OutOfMemoryError: everything that is left is being written or read.
-        """
-        if self.totals.disk + nbytes <= self.max_bytes and not self._held:
-            return
-        while self.totals.disk + self.held_bytes() + nbytes > self.max_bytes:
-            if nbytes > self.max_bytes or not self._evict(keep, "evicted: --max-bytes reached"):
-                raise OutOfMemoryError(f"OOM --max-bytes {self.max_bytes} is reached and nothing else can be evicted")
-
-    def _evict(self, keep: Entry | None, reason: str) -> bool:
-        for entry in self.entries.values():
-            if entry is keep or entry.writers or (entry.ref is not None and entry.ref.refs > 1):
-                continue
-            self.drop(entry, reason)
-            return True
-        return False
-
-    def enforce(self) -> None:
-        """Bring what was found at start under the caps."""
-        self.make_slots(0)
-        self.make_room(0)
+    # --- the index ---------------------------------------------------------------------------------------------------
 
     def seal(self, entries: Iterable[Entry]) -> None:
         """Tell the index the figures of entries that have been quiet."""
@@ -412,12 +381,8 @@ class Store:
             self.restless.discard(entry)
 
     def load_index(self, figures: dict[bytes, Figures]) -> None:
-        """Take in what the index says, in the order of last use."""
-        for key, known in sorted(figures.items(), key=lambda item: item[1].used):
+        """Take in what the index says."""
+        for key, known in figures.items():
             self.insert(Entry.from_index(key, known))
-
-
-def _descriptor_cap() -> int:
-    """Entry files that may be open at once: a quarter of what the process may have."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 16 if soft == resource.RLIM_INFINITY else max(64, min(soft, 1 << 18) // 4)
+        self.order.uses.next_use(max((known.used for known in figures.values()), default=0))
+        self.order.from_files()

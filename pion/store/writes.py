@@ -17,7 +17,7 @@ from pion._core import framing, vstore
 from pion._core.stream import CONV_RAW, FdRef, Sink
 from pion.errors import CommandError, StorageError
 from pion.store import layout
-from pion.store.entries import Entry, Payload, SessionNotFoundError
+from pion.store.entries import CrowdedError, Entry, Payload, SessionNotFoundError
 from pion.store.loader import meta_record
 from pion.store.reading import theta_of
 
@@ -69,9 +69,13 @@ def cut(store: Store, entry: Entry, at: int, reserved: int) -> None:
 
 def resize(store: Store, entry: Entry, size: int) -> None:
     """The file now ends at `size`."""
-    before = entry.disk
+    change = -entry.disk
     entry.size = size
-    store.totals.disk += entry.disk - before
+    change += entry.disk
+    store.totals.disk += change
+    if entry.compacting:  # it stands in the copy too, or will
+        entry.doubled += change
+        store.totals.disk += change
 
 
 def overtake(entry: Entry, side: int, layer: int | None, at: int) -> None:
@@ -96,7 +100,7 @@ def append_rows(
     dim, fmt = about.of(layer)
     at, stride = entry.size, vstore.row_bytes(fmt, dim)
     need = stride * count + 128 + (vstore.BIG_ALIGN if stride * count >= vstore.BIG_FROM else 0)
-    store.make_room(need, entry)
+    store.make_room(need, entry, own=True)
     if not entry.dirty:
         store.mark_dirty(entry)
     before = rows.tokens(side, layer)
@@ -140,7 +144,7 @@ def append_payload(
     at = entry.size
     nbytes = memoryview(payload).nbytes
     need = nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0)
-    store.make_room(need, entry)
+    store.make_room(need, entry, own=True)
     store.mark_dirty(entry)
     try:
         total = vstore.write_record(
@@ -161,11 +165,16 @@ def layered(kind: int, start: int) -> bool:
     return kind != layout.STATE_DROP or start == 1
 
 
-def append_meta(store: Store, entry: Entry, command: str) -> None:
-    """Write down the entry's sides and declaration, which the caller has just changed."""
+def append_meta(store: Store, entry: Entry, command: str, *, room: bool = True) -> None:
+    """Write down the entry's sides and declaration, which the caller has just changed.
+
+    Args:
+        room: whether the caps are asked; not for what makes room.
+    """
     at = entry.size
     data = meta_record(entry, at)
-    store.make_room(len(data), entry)
+    if room:
+        store.make_room(len(data), entry, own=True)
     store.mark_dirty(entry)
     try:
         if os.pwrite(store.fd(entry), data, at) != len(data):
@@ -175,6 +184,8 @@ def append_meta(store: Store, entry: Entry, command: str) -> None:
         raise storage_error(command, error) from error
     resize(store, entry, at + len(data))
     store.wrote(entry, len(data))
+    if entry.rows is not None:
+        entry.rows.lost(len(data))  # the one before holds nothing any more
 
 
 class Write(Sink):
@@ -236,7 +247,9 @@ def open_write(
     align = vstore.BIG_ALIGN if room >= vstore.BIG_FROM else framing.ALIGN
     reserved = framing.align_up(at + framing.HEADER_SIZE, align) - at + room
     command = "V.STOREBATCH" if about is not None else "SSM.PREFIX.STORE"
-    store.make_room(reserved, entry)
+    if entry.awaited:
+        raise CrowdedError(entry, f"OOM {command}: the entry is waiting for a compaction")
+    store.make_room(reserved, entry, own=True)
     store.mark_dirty(entry)
     head = framing.pack_header(
         kind=kind, seed=entry.seed, state=framing.PENDING, payload_len=room, layer=layer, side=side, offset=at,
@@ -274,15 +287,17 @@ def abandon(store: Store, sink: Write) -> None:
     with store.lock:
         if sink.ended:
             return
-        _end(sink)
+        _end(store, sink)
         cut(store, sink.entry, sink.at, sink.reserved)
 
 
-def _end(sink: Write) -> None:
+def _end(store: Store, sink: Write) -> None:
     sink.ended = True
     sink.on_abort = None
     sink.entry.writers -= 1
     sink.entry.open = tuple(other for other in sink.entry.open if other is not sink)
+    if sink.entry.awaited:
+        store.settled.notify_all()
 
 
 def heavy(sink: Write, fmt: str) -> bool:
@@ -373,7 +388,7 @@ def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload
     if spare and entry.size == sink.at + sink.reserved:
         os.ftruncate(fd, sink.at + used)
         resize(store, entry, sink.at + used)
-    _end(sink)
+    _end(store, sink)
     overtake(entry, sink.side, sink.layer, sink.at)
     store.wrote(entry, used)
     if sink.kind != layout.STORE:

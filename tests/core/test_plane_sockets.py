@@ -240,6 +240,33 @@ def test_quit_flushes_and_closes(rig):
     assert rig.commands.closed[0].closed
 
 
+@pytest.mark.parametrize("rest", [frame("ARGS", "x" * 100), frame("STORE", "x" * 300_000)])
+def test_a_connection_that_is_closed_while_its_frame_waits_for_python(rig, rest):
+    """Its input goes with the flush that precedes its end, so the frame must not be run any more."""
+    with rig.connect() as one, rig.connect() as other:
+
+        def send() -> None:  # in the plane's thread: both frames are there when it reads
+            for sock in (one, other):
+                sock.setblocking(False)
+                sock.send(frame("CLOSEOTHERS") + rest)
+                sock.settimeout(20)
+
+        rig.call(send)
+        replies = sorted([receive_or_end(one), receive_or_end(other)])
+        assert replies == [b"", b"+OK\r\n"]
+    names = [argv[0] for argv in rig.commands.calls]
+    assert names.count(b"CLOSEOTHERS") == 1
+    rig.until(lambda: rig.plane.connected == 0)
+
+
+def receive_or_end(sock: socket.socket) -> bytes:
+    """The first five bytes, or nothing where the connection ends before."""
+    try:
+        return receive(sock, 5)
+    except (EOFError, ConnectionResetError):
+        return b""
+
+
 def test_a_half_closed_peer_still_gets_its_replies(rig):
     content = rig.commands.content(5 * MIB)
     with rig.connect() as sock:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from pathlib import Path
 
 import pytest
 
 from pion.errors import CommandError, OutOfMemoryError
 from pion.store.engine import Engine
+from pion.store.entries import SessionNotFoundError
 
 from .model import F16, words
 from .support import DIM, fetched, fill
@@ -105,3 +108,184 @@ def test_entries_that_hold_only_state_are_capped_too(tmp_path: Path) -> None:
         assert engine.info()["vstore_entries"] == 8
         assert engine.ssm_fetch(b"s29", 0) is not None
         assert engine.ssm_fetch(b"s0", 0) is None
+
+
+def test_b11_files_that_are_found_later_are_under_the_caps_too(tmp_path: Path) -> None:
+    """An index that vouches for everything, and files it does not know: they come in one by one, while it is served."""
+    with Engine(tmp_path / "d", ticker=False) as engine:
+        for i in range(20):
+            fill(engine, b"other%d" % i, rows=256)
+    aside = tmp_path / "aside"
+    (tmp_path / "d" / "kv").rename(aside)
+    (tmp_path / "d" / "pion.index").unlink()
+    with Engine(tmp_path / "d", ticker=False) as engine:
+        fill(engine, b"mine", rows=256)
+    for path in sorted(aside.glob("_/*/*.pion")):
+        target = tmp_path / "d" / "kv" / path.relative_to(aside)
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+    size = 1 << 20
+    with Engine(tmp_path / "d", max_bytes=size, ticker=False) as engine:
+        for thread in engine._threads:
+            thread.join()
+        info = engine.info()
+        assert size // 2 < info["vstore_file_bytes"] <= size
+        assert info["vstore_evicted"] > 0
+        assert engine.lookup(b"mine")  # nobody knows when the others were used
+    with Engine(tmp_path / "d", max_sessions=6, ticker=False) as engine:
+        assert (engine.info()["vstore_sessions"], engine.lookup(b"mine")) == (6, True)
+
+
+def overwrite(engine: Engine, sid: bytes, times: int, rows: int, blob: bytes, cap: int) -> int:
+    """Store the same rows again and again; the most bytes that were charged for files."""
+    most = 0
+    for _ in range(times):
+        engine.v_store(sid, 0, 0, rows, blob, "F16")
+        most = max(most, engine.info()["vstore_file_bytes"])
+        assert most <= cap
+    return most
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["disk", "memory"])
+def test_b11_a_session_may_overwrite_itself_for_ever(tmp_path: Path, memory: bool) -> None:
+    """Its dead bytes fill the cap sooner than the background compacts; the write waits and is never refused."""
+    cap, rows = 1 << 20, 1024
+    blob = words(7, rows, DIM, F16)  # 128 KiB
+    with Engine(tmp_path / "d", max_bytes=cap, memory_only=memory, appendfsync="no", ticker=False) as engine:
+        fill(engine, b"idle", rows=16)
+        engine.register(b"busy", DIM, F16)
+        engine.v_store(b"busy_pv", 0, 0, rows, blob, "F16")
+        assert overwrite(engine, b"busy_pk", 200, rows, blob, cap) > cap // 2
+        assert fetched(engine, b"busy_pk", 0, rows, native=True) == blob
+        assert fetched(engine, b"busy_pv", 0, rows, native=True) == blob
+        assert engine.lookup(b"idle")  # nobody had to go for it
+
+
+def test_b11_another_goes_before_a_write_to_a_pinned_session_is_refused(tmp_path: Path) -> None:
+    cap, rows = 1 << 20, 1024
+    blob = words(7, rows, DIM, F16)
+    with Engine(tmp_path / "d", max_bytes=cap, appendfsync="no", ticker=False) as engine:
+        fill(engine, b"idle", rows=1024, layers=2)  # half of the cap
+        engine.register(b"busy", DIM, F16)
+        engine.pin(b"busy")
+        overwrite(engine, b"busy_pk", 30, rows, blob, cap)
+        overwrite(engine, b"busy_pv", 30, rows, blob, cap)
+        assert not engine.lookup(b"idle")
+
+
+def test_b11_states_that_replace_each_other(tmp_path: Path) -> None:
+    cap, blob = 1 << 20, bytes(200_000)
+    with Engine(tmp_path / "d", max_bytes=cap, appendfsync="no", ticker=False) as engine:
+        for i in range(50):
+            engine.ssm_store(b"ns", 0, blob)
+            assert engine.info()["vstore_file_bytes"] <= cap
+            sink = engine.ssm_store_open(b"ns", 1, len(blob))  # the same, in pieces
+            sink.feed(blob)
+            engine.ssm_store_finish(sink)
+            del sink  # it holds the file
+            assert engine.info()["vstore_file_bytes"] <= cap, i
+
+
+def test_nothing_goes_for_a_write_that_will_be_refused_anyway(tmp_path: Path) -> None:
+    cap = 1 << 20
+    with Engine(tmp_path / "d", max_bytes=cap, ticker=False) as engine:
+        for i in range(4):
+            fill(engine, b"p%d" % i, rows=64)
+        engine.register(b"large", DIM, F16)
+        blob = words(1, 6000, DIM, F16)  # 750 KiB
+        engine.v_store(b"large_pk", 0, 0, 6000, blob, "F16")
+        with pytest.raises(OutOfMemoryError, match=r"^OOM --max-bytes"):
+            engine.v_store(b"large_pv", 0, 0, 6000, blob, "F16")
+        assert all(engine.lookup(b"p%d" % i) for i in range(4))
+        assert engine.info()["vstore_evicted"] == 0
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["disk", "memory"])
+def test_b11_fifty_threads_stay_within_the_caps(tmp_path: Path, memory: bool) -> None:
+    """They make, overwrite, stream into and drop prefixes of their own and one that all share."""
+    cap, sessions, rows = 4 << 20, 60, 256
+    failures: list[BaseException] = []
+    done = threading.Event()
+    refused = [0]
+    texts: dict[str, int] = {}
+    engine = Engine(tmp_path / "d", max_bytes=cap, max_sessions=sessions, memory_only=memory, appendfsync="no")
+
+    def write(number: int) -> None:
+        rng = random.Random(number)
+        blob = words(number, rows, DIM, F16)
+        for i in range(25):
+            ns = rng.choice([b"own%d" % number, b"new%d-%d" % (number, i), b"shared"])
+            try:
+                engine.register(ns, DIM, F16)
+                sid, layer = ns + rng.choice([b"_pk", b"_pv"]), rng.randrange(3)
+                if rng.random() < 0.5:
+                    engine.v_store(sid, layer, 0, rows, blob, "F16")
+                else:
+                    sink: object = engine.v_store_open(sid, layer, 0, rows, len(blob))
+                    sink.feed(blob[: len(blob) // 2])
+                    if rng.random() < 0.2:
+                        engine.v_store_abort(sink)
+                    else:
+                        sink.feed(blob[len(blob) // 2 :])
+                        engine.v_store_finish(sink, "F16")
+                    del sink  # it holds the file
+                if rng.random() < 0.1:
+                    engine.drop(ns)
+            except SessionNotFoundError:
+                sink = None
+                continue  # evicted between the two calls
+            except CommandError as error:
+                if not ("dropped while" in str(error) or "OOM" in str(error)):
+                    failures.append(error)
+                    raise
+                refused[0] += 1
+                texts[str(error)] = texts.get(str(error), 0) + 1
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            info = engine.info()
+            if info["vstore_file_bytes"] > cap or info["vstore_sessions"] > sessions:
+                failures.append(
+                    AssertionError(f"{info['vstore_file_bytes']} bytes, {info['vstore_sessions']} sessions")
+                )
+                return
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(50)]
+    watcher = threading.Thread(target=watch)
+    with engine:
+        watcher.start()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.set()
+        watcher.join()
+        assert not failures, failures[:3]
+        assert refused[0] == 0, texts
+        assert engine.info()["vstore_evicted"] > 50
+        engine._upkeep.stop()
+        used = engine.info()["vstore_file_bytes"]
+        assert used == sum(entry.disk for entry in engine._store.entries.values()) + engine._store.held_bytes()
+
+
+def test_others_do_not_go_for_dead_bytes(tmp_path: Path) -> None:
+    """A session above an eighth of the cap overwrites itself in a full store: at most a copy of it has to fit in."""
+    cap, rows = 2 << 20, 3072
+    blob = words(7, rows, DIM, F16)  # 384 KiB
+    with Engine(tmp_path / "d", max_bytes=cap, appendfsync="no", ticker=False) as engine:
+        for i in range(60):
+            fill(engine, b"p%d" % i, rows=64)  # 36 KiB each: more than fit
+        engine.register(b"busy", DIM, F16)
+        before = engine.info()
+        engine.v_store(b"busy_pk", 0, 0, rows, blob, "F16")
+        piece = rows // 12
+        for i in range(400):
+            engine.v_store(b"busy_pk", 0, i % 12 * piece, piece, blob[: len(blob) // 12], "F16")
+        info = engine.info()
+        assert before["vstore_evicted"] > 0
+        gone = (info["vstore_evicted"] - before["vstore_evicted"]) * (36 << 10)
+        assert gone <= 3.5 * len(blob)
+        assert engine.lookup(b"p59")

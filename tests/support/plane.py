@@ -99,6 +99,12 @@ class Commands:
         if name == b"DROPME":
             self.plane.close(conn, after_flush=False)
             return OK
+        if name == b"CLOSEOTHERS":
+            for other in self.plane.connections:
+                if other is not conn:
+                    self.plane.close(other)
+            time.sleep(0.01)  # longer than a batch may take
+            return OK
         if name == b"BIG":
             return b"b" * int(argv[1])
         if name == b"PROTO":
