@@ -35,7 +35,10 @@ __all__ = ["SUFFIX", "CacheFile", "CacheFileError", "Float", "Layer", "Quantized
 SUFFIX: Final = ".safetensors"  # mlx adds it to any other name, and does not read a file without it
 
 _DTYPES: Final = ("float16", "bfloat16", "float32")
-_READ: Final = ("KVCache", "QuantizedKVCache")
+_PLACES: Final[dict[str, tuple[tuple[int, ...], ...]]] = {  # what a layer's state consists of
+    "KVCache": ((0,), (1,), (2,)),
+    "QuantizedKVCache": (*((side, part) for side in (0, 1) for part in (0, 1, 2)), (2,), (3,), (4,)),
+}
 
 
 class CacheFileError(ValueError):
@@ -166,18 +169,17 @@ def _parts(arrays: Mapping[str, Any], said: Mapping[str, str]) -> tuple[list[str
         classes.append(name)
     if not classes:
         raise CacheFileError("no prompt cache of mlx-lm: its metadata names no cache classes")
-    strange = sorted({name for name in classes if name not in _READ})
+    strange = sorted({name for name in classes if name not in _PLACES})
     if strange:
         raise CacheFileError(
-            f"layers in {', '.join(strange)[:200]}: only {' and '.join(_READ)} hold K and V of every token"
+            f"layers in {', '.join(strange)[:200]}: only {' and '.join(_PLACES)} hold K and V of every token"
         )
     states: list[State] = [{} for _ in classes]
     for key, array in arrays.items():
-        try:
-            number, *rest = map(int, key.split("."))
-            states[number][tuple(rest)] = array
-        except (ValueError, IndexError):
-            raise CacheFileError(f"an array that belongs to no layer: {key[:80]!r}") from None
+        number, *rest = (int(part) if part.isascii() and part.isdigit() else -1 for part in key.split("."))
+        if not 0 <= number < len(classes) or tuple(rest) not in _PLACES[classes[number]]:
+            raise CacheFileError(f"an array that belongs to no layer: {key[:80]!r}")
+        states[number][tuple(rest)] = array
     if not late:
         for number, state in enumerate(states):
             _take_scalars(number, classes[number], state, said)

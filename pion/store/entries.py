@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -146,8 +145,8 @@ class Entry:
         entry.mask = (1 if figures.flags & index.KEYS else 0) | (2 if figures.flags & index.VALUES else 0)
         entry._meta = figures.meta
         if not figures.flags & index.TOLD or figures.flags & (index.PINNED | index.EXPIRES | index.CHILD):
-            with contextlib.suppress(framing.FramingError, struct.error, KeyError):  # its file may tell
-                entry._keep(entry.peek())
+            with contextlib.suppress(framing.FramingError):  # its file may tell
+                entry.parent, entry.pinned, entry.expires = layout.unpack_kept(figures.meta)
         return entry
 
     def figures(self, *, clean: bool) -> index.Figures:
@@ -180,9 +179,6 @@ class Entry:
         self.sides, self.declared = sides, declared
         self.mask = (sides[0] is not None) | (sides[1] is not None) << 1
         self._meta = b""
-        self._keep(declared)
-
-    def _keep(self, declared: Declared) -> None:
         self.parent, self.pinned, self.expires = declared.parent, bool(declared.pinned), declared.expires or 0
 
     def peek(self) -> Declared:

@@ -17,6 +17,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import tempfile
 import threading
@@ -42,6 +43,8 @@ log = logging.getLogger("pion.store")
 VARIABLE: Final = "PION_EXPORT_DIR"  # of the original
 _PREFIX: Final = "pion-export-"
 _SUFFIX: Final = ".safetensors"
+_OUR_FOLDER: Final = re.compile(re.escape(_PREFIX) + r"\w{8}")  # as mkdtemp makes them
+_OUR_FILE: Final = re.compile(r"[0-9a-f]{32}" + re.escape(_SUFFIX))
 _PIECE: Final = 4 * limits.MIB  # of FP32: what is in memory at a time
 _GROUP: Final = 64  # rows; keys in a turbo format are decoded in groups of so many
 _FP16: Final = limits.FORMATS["fp16"]
@@ -332,7 +335,7 @@ class _Folder:
 def _remove_stale(base: Path) -> None:
     """Delete the directories of processes that have ended."""
     try:
-        found = [item.path for item in os.scandir(base) if item.name.startswith(_PREFIX)]
+        found = [item.path for item in os.scandir(base) if _OUR_FOLDER.fullmatch(item.name)]
     except OSError:
         return
     for name in found:
@@ -351,9 +354,9 @@ def _remove_stale(base: Path) -> None:
 
 
 def _empty(fd: int, name: str) -> None:
-    """Delete the files in a directory, and the directory if nothing else is in it."""
+    """Delete our files in a directory, and the directory if nothing else is in it."""
     for item in os.listdir(fd):
-        if item.endswith(_SUFFIX):
+        if _OUR_FILE.fullmatch(item):
             with contextlib.suppress(OSError):
                 os.unlink(item, dir_fd=fd)
     with contextlib.suppress(OSError):

@@ -304,6 +304,20 @@ def unpack_meta(attrs: bytes) -> tuple[list[Side | None], Declared]:
     return sides, Declared(**said) if said else UNDECLARED
 
 
+def unpack_kept(attrs: bytes) -> tuple[bytes | None, bool, int]:
+    """Only parent, pinned and expires (0 = never) of the attributes of a META: a start needs no more of them."""
+    parent: bytes | None = None
+    pinned, expires = False, 0
+    for kind, value in framing.unpack_attrs(attrs):
+        if kind == _PARENT:
+            parent = value
+        elif kind == _PINNED:
+            pinned = True
+        elif kind == _EXPIRES:
+            expires = int.from_bytes(value, "little")
+    return parent, pinned, expires
+
+
 def _checked(side: Side) -> Side:
     for dim, fmt in side.every:
         try:

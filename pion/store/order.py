@@ -190,11 +190,8 @@ class Order:
             name = above.parent if above is not None else None
         return False
 
-    def use(self, entry: Entry) -> list[Entry]:
+    def used(self, entry: Entry, number: int) -> list[Entry]:
         """Note a use of an entry and its ancestors; those that were changed."""
-        return self._used(entry, self.uses.next_use())
-
-    def _used(self, entry: Entry, number: int) -> list[Entry]:
         changed = (
             [entry, *itertools.islice(self.ancestors(entry), MAX_LINEAGE)] if entry.parent is not None else [entry]
         )
@@ -207,7 +204,7 @@ class Order:
         if not entry.is_prefix:
             return []
         number = self.uses.table_used(entry.name)
-        return self._used(entry, number) if number > entry.used else []
+        return self.used(entry, number) if number > entry.used else []
 
     # --- going first ------------------------------------------------------------------------------------------------
 

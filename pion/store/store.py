@@ -133,7 +133,10 @@ class Store(Caps):
 
     def touch(self, entry: Entry) -> None:
         """Note a use of an entry, which is one of its ancestors."""
-        self.used.update(self.order.use(entry))
+        entry.used = self.order.uses.next_use()
+        self.used.add(entry)
+        if entry.parent is not None:
+            self.used.update(self.order.used(entry, entry.used))
 
     def fd(self, entry: Entry) -> int:
         """A descriptor of the entry's file, opened when needed. Raises OSError."""

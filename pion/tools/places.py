@@ -151,7 +151,8 @@ class Directory:
                     data = rows_of(array).data.cast("B")
                     engine.v_store(ns + side, layer, 0, rows, data, _WORDS[arrays.dtype])
         except CommandError:
-            engine.drop(ns)
+            if not engine.why(ns).startswith("hit"):  # leave nothing that nobody can use
+                engine.drop(ns)
             raise
 
     def commit(self) -> None:

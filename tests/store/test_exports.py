@@ -221,9 +221,15 @@ def test_a_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
     child.wait()
     child.stdout.close()
     assert os.path.exists(path)
-    (root / "export" / "mine.safetensors").touch()
+    others = ["mine.safetensors", "pion-export-backup/mine.safetensors", "pion-export-12345678/mine.safetensors"]
+    for name in others:
+        other = root / "export" / name
+        other.parent.mkdir(exist_ok=True)
+        other.touch()
     with Engine(root, ticker=False):
-        assert [item.name for item in (root / "export").iterdir()] == ["mine.safetensors"]
+        left = {str(item.relative_to(root / "export")) for item in (root / "export").rglob("*.safetensors")}
+        assert left == set(others)
+        assert not os.path.exists(os.path.dirname(path))
 
 
 def child() -> None:

@@ -270,3 +270,20 @@ def test_repeated_ends_do_not_pile_up_in_the_file(tmp_path: Path) -> None:
         assert int(engine.about(b"ns")["file_bytes"]) < 2 << 20
         assert engine._store.entries[b"pns"].declared.expires is not None
         assert loader.seed_of(engine._store.entries[b"pns"].generation)
+
+
+def test_a_compaction_keeps_what_was_said(tmp_path: Path) -> None:
+    with small(tmp_path / "d") as engine:
+        register(engine, b"root")
+        fill(engine, b"ns", parent=b"root")
+        engine.pin(b"ns")
+        engine.expire(b"ns", engine._store.now_ms() + HOUR)
+        before = engine.about(b"ns")
+        assert engine.compact(b"ns")
+        copy = crash(engine.root, tmp_path / "copy")
+    (copy / "pion.index").unlink()
+    with small(copy) as engine:
+        after = engine.about(b"ns")
+        assert {**before, "pttl": "", "ttl": "", "file_bytes": ""} == {**after, "pttl": "", "ttl": "", "file_bytes": ""}
+        assert int(after["pttl"]) > HOUR - 60_000
+        assert engine.info()["vstore_pinned"] == 1
