@@ -17,7 +17,7 @@ from libc.stdlib cimport free
 
 from pion._core.items cimport pack_items
 
-from pion.errors import INCR_OVERFLOW, NOT_INTEGER, CommandError, WrongTypeError
+from pion.errors import INCR_OVERFLOW, NOT_INTEGER, CommandError, StorageError, WrongTypeError
 
 log = logging.getLogger("pion.keyspace")
 
@@ -137,8 +137,11 @@ cdef class Keyspace:
         if rc == 0:
             ks_account(self.k, e, kent_own_bytes(e.klen) + kval_bytes(e.v))
             return e
-        if rc != -ENOENT and rc != -EILSEQ:
-            _raise(rc)
+        if rc == -ENOMEM:
+            raise MemoryError
+        if rc != -ENOENT and rc != -EILSEQ:  # it may be readable again one day
+            raise StorageError(f"ERR the file of the value, blob/{kval_blob(e.v):016x}, cannot be read: "
+                               f"{os.strerror(-rc)}")
         reason = "wrong content" if rc == -EILSEQ else os.strerror(-rc)
         key = e.key[:e.klen]
         name = f"{kval_blob(e.v):016x}"

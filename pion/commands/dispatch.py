@@ -274,7 +274,7 @@ class Dispatcher:
     async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], entry: Any) -> Any:
         """Runs a write again after the compaction that makes room for it. It has changed nothing so far."""
         for _ in range(ROOM_TRIES):
-            await self.server.to_thread(self.engine.relieve, entry)
+            await self.server.to_waiting_thread(self.engine.relieve, entry)
             try:
                 value = record.handler(self.context(conn), argv)
                 return await value if type(value) is CoroutineType else value

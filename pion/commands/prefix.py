@@ -296,7 +296,7 @@ async def commit(ctx: Context, argv: list[bytes]) -> Any:
     "Says why a lookup of the namespace is a hit or a miss.", "O(1)",
 )  # fmt: skip
 def why(ctx: Context, argv: list[bytes]) -> Any:
-    """`ns` -> a line that starts with hit, never, dropped, evicted or incomplete."""
+    """`ns` -> a line that starts with hit, never, dropped, evicted, expired or incomplete."""
     engine = kv.engine(ctx)
     if len(argv) < 2:
         raise kv.requires("KV.PREFIX.WHY", "ns_key")

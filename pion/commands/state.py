@@ -127,6 +127,7 @@ class ServerState:
     Attributes:
         to_thread: `await to_thread(fn, *args)` runs a blocking call off the event loop.
         commit: `await commit(ctx)` flushes, once for all commands that wait.
+        to_waiting_thread: the same for calls that wait for others which themselves need threads.
         spawn: starts `async_fn()` in the background.
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.
         shut_down: called once with `save: bool` by SHUTDOWN.
@@ -135,6 +136,7 @@ class ServerState:
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
     commit: GroupCommit = field(default_factory=GroupCommit)
+    to_waiting_thread: Callable[..., Awaitable[Any]] = _inline
     spawn: Callable[[Callable[[], Awaitable[Any]]], None] | None = None
     new_event: Callable[[], Any] | None = None
     shut_down: Callable[[bool], None] | None = None

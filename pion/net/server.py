@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from functools import partial
 from types import CoroutineType
 from typing import Any
 
@@ -35,6 +36,7 @@ TICK = 0.1  # seconds: expiry, send timeouts, samples
 EXPIRE_BUDGET_US = 1000  # of each tick, at most
 SLICE = 4 << 20  # bytes a large value may send or receive per turn: with 1 MiB the turns themselves cost a fifth
 DRAIN = 5.0  # seconds a graceful end waits for replies that are due
+WAITERS = 16  # writes at a time that wait for the compaction of their entry
 RESERVED_FDS = 256  # descriptors for entry files (a quarter of all), the log and listeners beside the clients
 
 
@@ -138,6 +140,7 @@ class Server:
         self.dispatcher.plane = self.plane
         state.port = port
         state.to_thread = trio.to_thread.run_sync
+        state.to_waiting_thread = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(WAITERS))
         state.new_event = trio.Event
         state.shut_down = self._shut_down
 

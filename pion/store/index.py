@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from pion._core import framing, vstore
-from pion.store.files import Watch, open_regular
+from pion.store.regular import Watch, open_regular
 
 TYPE: Final = b"PIDX"
 VERSION: Final = 1

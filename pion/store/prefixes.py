@@ -186,7 +186,7 @@ class Prefixes:
             return entry is not None and bool(entry.mask & 1)
 
     def why(self, ns: bytes) -> str:
-        """A sentence that starts with hit, never, dropped, evicted or incomplete (or says what else ended it)."""
+        """A sentence that starts with hit, never, dropped, evicted, expired, incomplete, or with what else ended it."""
         store = self.store
         with store.lock:
             key = layout.PREFIX + ns

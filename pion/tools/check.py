@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from pion._core import framing
 from pion.store import index, layout
-from pion.store.files import EXPORT, LOCK, QUARANTINE, TRASH, open_regular
+from pion.store.files import EXPORT, LOCK, QUARANTINE, TRASH
+from pion.store.regular import open_regular
 from pion.tools import entryfile, keyspacefiles
 from pion.tools.entryfile import EntryFile
 from pion.tools.findings import WHY, Finding, Progress

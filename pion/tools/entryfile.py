@@ -12,8 +12,9 @@ from typing import Any, Final
 from pion._core import framing, vstore
 from pion._core.framing import FramingError
 from pion.store import layout
-from pion.store.files import open_regular, read_header
+from pion.store.files import read_header
 from pion.store.layout import UNDECLARED, Declared, Side
+from pion.store.regular import open_regular
 from pion.tools.findings import WHY, Finding
 
 KINDS: Final = {

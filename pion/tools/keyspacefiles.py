@@ -12,9 +12,9 @@ from pion._core.framing import FramingError
 from pion._core.keyspace import Keyspace
 from pion._core.ksload import Loader, file_of, ghost_of, read_ghost, resync_log
 from pion._core.kslog import blob_files
-from pion.store.files import open_regular
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG, SNAPSHOT, Head
+from pion.store.regular import open_regular
 from pion.tools.findings import WHY, Finding
 
 DATABASES: Final = 63  # as many as a server can have

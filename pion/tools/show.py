@@ -15,8 +15,8 @@ from typing import Any, Final
 from pion._core import framing
 from pion._core.framing import FramingError
 from pion.store import index, layout
-from pion.store.files import open_regular
 from pion.store.keyspace import files as keyspace_files
+from pion.store.regular import open_regular
 from pion.tools import entryfile
 from pion.tools.findings import WHY, Finding
 

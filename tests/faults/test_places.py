@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pion.errors import StartupError
+from pion.errors import StartupError, StorageError
 from pion.store import index
 from pion.store.engine import Engine
 from pion.tools.check import check
-from tests.faults.damage import Model
+from tests.faults.damage import BIG, Model
 from tests.faults.trial import Trial
 
 
@@ -146,6 +146,24 @@ def test_b1_a_file_that_may_not_be_opened(
     assert bool(trial.report.problems) == (mode == 0)
     trial.plain = True
     trial.finish({b"whole"} if name == "entry" else set(), keys="." in name and name != index.NAME)
+
+
+def test_a_large_value_that_may_not_be_read(stranger: Path) -> None:
+    """An error that says so; the key stays, and is there again with the permission."""
+    for path in (stranger / "blob").iterdir():
+        os.chmod(path, 0)
+    for mode in (0, 0o600):
+        with Engine(stranger, ticker=False) as engine:
+            if mode:
+                assert engine.keyspace.get(0, b"big") == BIG
+                continue
+            with pytest.raises(
+                StorageError, match=r"^ERR the file of the value, blob/\w{16}, cannot be read: Permission"
+            ):
+                engine.keyspace.get(0, b"big")
+            assert engine.keyspace.exists(0, b"big")
+        for path in (stranger / "blob").iterdir():
+            os.chmod(path, 0o600)
 
 
 def test_a_folder_that_may_not_be_entered_is_not_the_end_of_its_entries(

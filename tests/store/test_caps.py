@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pion.errors import CommandError, OutOfMemoryError
+from pion.store import compact, startup
 from pion.store.engine import Engine
 from pion.store.entries import SessionNotFoundError
 
@@ -289,3 +290,52 @@ def test_others_do_not_go_for_dead_bytes(tmp_path: Path) -> None:
         gone = (info["vstore_evicted"] - before["vstore_evicted"]) * (36 << 10)
         assert gone <= 3.5 * len(blob)
         assert engine.lookup(b"p59")
+
+
+def test_what_a_compaction_copies_is_charged_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come while the new file is written stand in both, and the cap knows."""
+    rows = 256
+    blob = words(7, rows, DIM, F16)
+    charged: list[tuple[int, int]] = []
+    with Engine(tmp_path / "d", appendfsync="no", ticker=False) as engine:
+        engine.register(b"ns", DIM, F16)
+        engine.v_store(b"ns_pk", 0, 0, rows, blob, "F16")
+        flush = compact._Job._flush
+
+        def flush_and_store(job: compact._Job) -> None:
+            flush(job)
+            files = [path.stat().st_size for path in (tmp_path / "d" / "kv").rglob("*.pion*")]
+            charged.append((engine.info()["vstore_file_bytes"], sum(files)))
+            if len(charged) < 4:
+                engine.v_store(b"ns_pv", len(charged), 0, rows, blob, "F16")
+
+        monkeypatch.setattr(compact._Job, "_flush", flush_and_store)
+        assert engine.compact(b"ns")
+        assert len(charged) == 4
+        assert charged[-1][1] > 8 * len(blob) - 20_000  # both files held nearly everything
+        assert all(told >= real for told, real in charged), charged
+        assert engine.info()["vstore_file_bytes"] == engine._store.entries[b"pns"].disk
+
+
+def test_b11_files_that_were_not_listed_yet_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tmp_path / "d", ticker=False) as engine:
+        for i in range(10):
+            fill(engine, b"p%d" % i, rows=256)
+        held = engine.info()["vstore_file_bytes"]
+    (tmp_path / "d" / "pion.index").unlink()
+    go = threading.Event()
+    listing = startup.list_directory
+    monkeypatch.setattr(startup, "list_directory", lambda *args: go.wait(60) and listing(*args))
+    cap = held + (64 << 10)
+    with Engine(tmp_path / "d", max_bytes=cap, ticker=False) as engine:
+        engine.register(b"new", DIM, F16)
+        blob = words(1, 1024, DIM, F16)  # 128 KiB
+        with pytest.raises(OutOfMemoryError, match=r"^OOM --max-bytes"):  # what may go is not known yet
+            engine.v_store(b"new_pk", 0, 0, 1024, blob, "F16")
+        assert engine.lookup(b"p3")  # found at the first look
+        go.set()
+        for thread in engine._threads:
+            thread.join()
+        engine.v_store(b"new_pk", 0, 0, 1024, blob, "F16")
+        assert held // 2 < engine.info()["vstore_file_bytes"] <= cap
+        assert engine.lookup(b"p3")

@@ -27,9 +27,9 @@ from pion._core.framing import FramingError
 from pion._core.keyspace import Keyspace
 from pion._core.ksload import Loader, resync_log
 from pion.errors import StartupError
-from pion.store.files import open_regular
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG, SNAPSHOT, Head
+from pion.store.regular import open_regular
 
 log = logging.getLogger("pion.keyspace")
 

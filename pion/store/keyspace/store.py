@@ -19,11 +19,11 @@ from typing import Any, Final
 from pion._core.keyspace import Keyspace, Value
 from pion._core.ksload import ghost_of, place, read_ghost
 from pion._core.kslog import blob_files, drops_waiting, end_sync, sync_blobs, sync_file, synced, take_drops, written
-from pion.store.files import Watch
 from pion.store.keyspace import files, objects
 from pion.store.keyspace.files import LOG
 from pion.store.keyspace.replay import Recovery, Replay, describe
 from pion.store.keyspace.rewrite import Job, rewrite
+from pion.store.regular import Watch
 
 log = logging.getLogger("pion.keyspace")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pion.errors import StorageError
 from tests.store.keyspace.support import BIG, NOW, blobs, contents, flip, names, open_store, put, reread
 
 
@@ -169,7 +170,7 @@ def test_a_value_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> No
     path = tmp_path / "blob" / name
     path.rename(tmp_path / "kept")
     path.mkdir()
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(StorageError, match=f"^ERR the file of the value, blob/{name}, cannot be read: Is a directory$"):
         store.keyspace.get(0, b"k")
     path.rmdir()
     (tmp_path / "kept").rename(path)
