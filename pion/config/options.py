@@ -180,7 +180,7 @@ class Options:
         0, "Data", "bytes the ordinary keyspace may hold; 0 = no bound", _memory, metavar="SIZE|N%", redis="maxmemory"
     )
     maxmemory_policy: str = option(
-        "noeviction", "Data", "when it is full: noeviction, allkeys-lru, volatile-lru, volatile-ttl",
+        "noeviction", "Data", "if it is full: noeviction, allkeys-lru, volatile-lru, volatile-ttl",
         _choice("noeviction", "allkeys-lru", "volatile-lru", "volatile-ttl"), metavar="POLICY",
         redis="maxmemory-policy",
     )  # fmt: skip
