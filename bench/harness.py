@@ -7,6 +7,7 @@ the direction of the unit. One JSON line per result goes to bench/results/latest
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 ROUNDS = 7
 RESULTS = Path(__file__).parent / "results" / "latest.jsonl"
@@ -152,6 +154,17 @@ def report(result: Result) -> str:
     )
 
 
+def tell(results: Iterable[Result], lines: TextIO, about: dict[str, object]) -> int:
+    """Print and keep results as they come; how many missed their bar."""
+    missed = 0
+    for result in results:
+        print(report(result), flush=True)
+        missed += result.met is False
+        lines.write(json.dumps(asdict(result) | about | {"time": int(time.time())}) + "\n")
+        lines.flush()
+    return missed
+
+
 def run(names: list[str]) -> int:
     """Run the named benchmarks (all when empty); the exit code is 1 when a bar was missed."""
     unknown = [name for name in names if name not in REGISTRY]
@@ -171,11 +184,9 @@ def run(names: list[str]) -> int:
                 continue
             done.add(id(function))
             outcome = function()
-            for result in [outcome] if isinstance(outcome, Result) else outcome:
-                print(report(result), flush=True)
-                missed += result.met is False
-                lines.write(
-                    json.dumps(asdict(result) | {"machine": where, "commit": at, "time": int(time.time())}) + "\n"
-                )
-                lines.flush()
+            results = iter([outcome] if isinstance(outcome, Result) else outcome)
+            with contextlib.ExitStack() as ends:
+                if isinstance(results, Generator):  # it holds servers and threads, also when printing fails
+                    ends.callback(results.close)
+                missed += tell(results, lines, {"machine": where, "commit": at})
     return 1 if missed else 0

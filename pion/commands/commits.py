@@ -1,72 +1,118 @@
 """One flush for every command that waits for the medium.
 
-A thread for each waiting command would use up the threads that other commands need. So commands that ask while a flush
-runs form the next turn; the first of them starts it, in one thread, as soon as the running one has ended.
+A thread or a task for each waiting command would cost more than its share of a flush. So a command answers `Flushed`,
+which is a place in the list of those who wait; one task flushes as long as there are any, and ends all that had asked
+before a flush began when it is over.
+
+Writers that were answered together ask again together, a moment later. If the next flush began at once, the first of
+them would have it for itself and the others wait for two. So it begins after a pause of a third of the last one's
+duration when fewer wait than were just answered; a lone writer never waits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import logging
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Final
 
+from pion import errors
 from pion.errors import CommandError
 
 if TYPE_CHECKING:
     from pion.commands.dispatch import Context
 
+log = logging.getLogger("pion.commands")
 
-class _Turn:
-    """One flush and those who wait for it.
+PAUSE_MOST: Final = 0.002  # seconds
+
+
+class Flushed:
+    """A reply that is due when everything before it is on stable storage. It may also be awaited.
 
     Attributes:
-        ended: set at its end; None = nobody can wait (calls run inline).
-        error: why it failed.
-        abandoned: its first command was cancelled before it ended: the others ask anew.
+        value: the reply then.
+        finish: turns it, or the CommandError of a failed flush, into what is sent; set by the dispatcher.
+        deliver: sends it; set by whoever asked the dispatcher.
     """
 
-    def __init__(self, ended: Any) -> None:
-        self.ended = ended
-        self.error: CommandError | None = None
-        self.abandoned = True
+    __slots__ = ("_new_event", "deliver", "finish", "value")
+
+    def __init__(self, value: Any, new_event: Callable[[], Any]) -> None:
+        self.value = value
+        self.finish: Callable[[Any], Any] = _same
+        self.deliver: Callable[[Any], object] = _same
+        self._new_event = new_event
+
+    def end(self, error: CommandError | None) -> None:
+        """The flush is over."""
+        self.deliver(self.finish(self.value if error is None else error))
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        event, ended = self._new_event(), []
+
+        def deliver(value: Any) -> None:
+            ended.append(value)
+            event.set()
+
+        self.deliver = deliver
+        yield from event.wait().__await__()
+        if isinstance(ended[0], CommandError):
+            raise type(ended[0])(*ended[0].args)  # each has its own, or their tracebacks mix
+        return ended[0]
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class GroupCommit:
-    """`await commit(ctx)` returns when everything acknowledged before the call is on stable storage."""
+    """Flushes for commands; `later` is what a handler returns."""
 
     def __init__(self) -> None:
-        self._running: _Turn | None = None
-        self._next: _Turn | None = None
+        self._waiting: list[Flushed] = []
+        self._running = False
 
-    async def __call__(self, ctx: Context) -> None:
-        """Raises CommandError: the flush failed."""
-        new_event = ctx.server.new_event
-        if new_event is None:
-            await ctx.in_thread(ctx.engine.commit)
-            return
-        while True:
-            turn = self._next
-            if turn is None:
-                turn = self._next = _Turn(new_event())
-                await self._lead(ctx, turn)
-            else:
-                await turn.ended.wait()
-            if turn.error is not None:
-                raise type(turn.error)(*turn.error.args)
-            if not turn.abandoned:
-                return
+    def later(self, ctx: Context, value: Any) -> Any:
+        """The reply `value`, due when everything acknowledged before is on stable storage; an error if it is not."""
+        server = ctx.server
+        if server.spawn is None or server.new_event is None:
+            return _alone(ctx, value)
+        reply = Flushed(value, server.new_event)
+        self._waiting.append(reply)
+        if not self._running:
+            self._running = True
+            server.spawn(functools.partial(self._flush, ctx))
+        return reply
 
-    async def _lead(self, ctx: Context, turn: _Turn) -> None:
+    async def _flush(self, ctx: Context) -> None:
         try:
-            while self._running is not None:
-                await self._running.ended.wait()
-            self._running, self._next = turn, None
-            try:
-                await ctx.in_thread(ctx.engine.commit)
-            except CommandError as error:
-                turn.error = error.with_traceback(None)
-            turn.abandoned = False
+            answered, took = 1, 0.0
+            while self._waiting or answered > 1:
+                if len(self._waiting) < answered and answered > 1:
+                    await ctx.in_thread(time.sleep, min(PAUSE_MOST, took / 3))
+                # What they wait for is in the log: it was written before this task got its turn.
+                turn, self._waiting = self._waiting, []
+                answered = len(turn)
+                if not turn:
+                    continue
+                error: CommandError | None = None
+                began = time.perf_counter()
+                try:
+                    await ctx.in_thread(ctx.engine.commit)
+                except CommandError as failure:
+                    error = failure.with_traceback(None)
+                except Exception:
+                    log.exception("a flush failed")
+                    error = CommandError(errors.INTERNAL)
+                took = time.perf_counter() - began
+                for reply in turn:
+                    reply.end(error)
         finally:
-            if self._next is turn:
-                self._next = None
-            if self._running is turn:
-                self._running = None
-            turn.ended.set()
+            self._running = False
+
+
+async def _alone(ctx: Context, value: Any) -> Any:
+    await ctx.in_thread(ctx.engine.commit)
+    return value

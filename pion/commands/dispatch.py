@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
+from pion.commands.commits import Flushed
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.store.caps import ROOM_TRIES
@@ -257,6 +259,9 @@ class Dispatcher:
             value = _INTERNAL
         if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
+        if type(value) is Flushed:
+            value.finish = functools.partial(self._done, conn, record, argv, started)
+            return value
         return self._done(conn, record, argv, started, value)
 
     async def _await(
@@ -264,6 +269,8 @@ class Dispatcher:
     ) -> Any:
         try:
             value = await pending
+            if type(value) is Flushed:
+                value = await value
         except CommandError as error:
             value = _refusal(error)
         except Exception:
@@ -277,7 +284,7 @@ class Dispatcher:
             await self.server.to_waiting_thread(self.engine.relieve, entry)
             try:
                 value = record.handler(self.context(conn), argv)
-                return await value if type(value) is CoroutineType else value
+                return await value if type(value) in (CoroutineType, Flushed) else value
             except CrowdedError as error:
                 entry, text = error.entry, str(error)
         raise OutOfMemoryError(text)
@@ -287,9 +294,11 @@ class Dispatcher:
         while self.server.holds(record.write):
             await self.server.wait_unpaused()
         value = self._execute(conn, record, argv)
-        return await value if type(value) is CoroutineType else value
+        return await value if type(value) in (CoroutineType, Flushed) else value
 
     def _done(self, conn: Any, record: table.Command, argv: list[Any], started: int, value: Any) -> Any:
+        if isinstance(value, CommandError):  # of a flush
+            value = _refusal(value)
         usec = (time.perf_counter_ns() - started) // 1000
         server = self.server
         server.commands_processed += 1

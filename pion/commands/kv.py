@@ -31,12 +31,7 @@ def acknowledged(ctx: Context, value: Any) -> Any:
 
     The flush serves every command that waits at the same time.
     """
-    return _flushed(ctx, value) if ctx.engine.always and ctx.engine.deferred_sync else value
-
-
-async def _flushed(ctx: Context, value: Any) -> Any:
-    await ctx.server.commit(ctx)
-    return value
+    return ctx.server.commit.later(ctx, value) if ctx.engine.always and ctx.engine.deferred_sync else value
 
 
 def engine(ctx: Context, *, hint: bool = True) -> Any:

@@ -284,11 +284,10 @@ def _relative_path(raw: bytes) -> str:
     "KV.PREFIX.COMMIT", -1, "write", 0, 0, 0, "prefix", "0.1.0",
     "Answers once everything acknowledged before it is on stable storage.", "O(N) for N dirty bytes",
 )  # fmt: skip
-async def commit(ctx: Context, argv: list[bytes]) -> Any:
+def commit(ctx: Context, argv: list[bytes]) -> Any:
     """Survives power loss once it answered."""
     kv.engine(ctx, hint=False)
-    await ctx.server.commit(ctx)
-    return OK
+    return ctx.server.commit.later(ctx, OK)
 
 
 @command(

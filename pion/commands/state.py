@@ -126,7 +126,7 @@ class ServerState:
 
     Attributes:
         to_thread: `await to_thread(fn, *args)` runs a blocking call off the event loop.
-        commit: `await commit(ctx)` flushes, once for all commands that wait.
+        commit: flushes for the commands that wait for the medium.
         to_waiting_thread: the same for calls that wait for others which themselves need threads.
         spawn: starts `async_fn()` in the background.
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.

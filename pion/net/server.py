@@ -25,6 +25,7 @@ from pion import errors, limits
 from pion._core.plane import PENDING, Conn, Plane
 from pion.auth import Authenticator
 from pion.commands import Dispatcher, ServerState, table
+from pion.commands.commits import Flushed
 from pion.config import Options
 from pion.net.listeners import address_text, open_tcp, open_unix, raise_descriptor_limit
 from pion.store.engine import Engine
@@ -180,6 +181,9 @@ class Server:
         value = self.dispatcher(conn, argv)
         if type(value) is CoroutineType:
             self._nursery.start_soon(self._finish, conn, value)
+            return PENDING
+        if type(value) is Flushed:
+            value.deliver = partial(self.plane.resume, conn)
             return PENDING
         return value
 

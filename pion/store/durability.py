@@ -24,7 +24,7 @@ from pion.store.store import Store
 
 _log = logging.getLogger("pion.store")
 
-FLUSH_THREADS: Final = 8
+FLUSH_THREADS: Final = 32  # a file system's journal serves those who wait at the same time with one commit
 QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
 _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
 _COPY_PIECE: Final = 1 << 20
