@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pion import limits
-from pion._core import framing, stream
+from pion._core import framing, stream, vstore
 from pion.errors import StartupError
 from pion.store import layout
 
@@ -151,6 +151,7 @@ class DiskFiles:
         try:
             _write_all(fd, data)
             if over:
+                vstore.flush(fd)  # else a power cut could leave the name of the old file on an empty new one
                 self.adopt(temporary, path, over)
             else:
                 if self._exists(path):

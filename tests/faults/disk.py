@@ -79,6 +79,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.files: dict[int, File] = {}
+        self._made: dict[int, int] = {}  # inode → key in `files`: the number of a removed file is soon given out again
         self.names: dict[str, int] = {}  # as every process sees them
         self.folders: set[str] = {""}
         self.safe: dict[str, int] = {}  # names on the medium
@@ -87,17 +88,18 @@ class Disk:
 
     def play(self, call: Call) -> None:
         if call.op == CREATE:
-            self.files[call.inode] = File()
-            self._change([(call.path, call.inode)])
+            self._made[call.inode] = number = len(self.files)
+            self.files[number] = File()
+            self._change([(call.path, number)])
         elif call.op == WRITE:
-            self.files[call.inode].pending.append((call.offset, call.data))
+            self.files[self._made[call.inode]].pending.append((call.offset, call.data))
         elif call.op == TRUNCATE:
-            self.files[call.inode].pending.append((call.offset, None))
+            self.files[self._made[call.inode]].pending.append((call.offset, None))
         elif call.op == SYNC:
             if call.path in self.folders:
                 self._sync_folder(call.path)
             else:
-                self.files[call.inode].settle()
+                self.files[self._made[call.inode]].settle()
         elif call.op == RENAME:
             self._change([(call.path, None), (call.other, self.names[call.path])])
         elif call.op == LINK:

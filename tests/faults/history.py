@@ -135,7 +135,6 @@ def _register(name: str, number: int, fmt: str, dim: int = DIM) -> Step:
         thing = model.prefixes[name]
         fresh = {number: Generation(number, FORMATS[fmt])}
         thing.now = fresh if acked else {**thing.now, **fresh}
-        thing.since[0] = None  # a power cut may take the new one, and with it the name of the one it replaced
 
     frame = command(
         "KV.PREFIX.REGISTER", name, dim, fmt, "ROWS", ROWS, "LAYERS", 1, "DIGEST", f"{number:04x}", "REPLACE"
