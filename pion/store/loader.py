@@ -157,6 +157,8 @@ def _read(store: Store, entry: Entry) -> None:
     header, key = files.read_header(fd)
     if key != entry.key:
         raise framing.FramingError("field")
+    if header.generation != entry.generation:
+        entry.synced = 0  # what the index knows was flushed is another file, which this one replaced
     entry.generation, entry.seed = header.generation, header.seed
     entry.states, entry.blocks = {}, None
     rows = vstore.Rows()
