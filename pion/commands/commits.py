@@ -15,6 +15,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Generator
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
 from pion import errors
@@ -103,7 +104,7 @@ class GroupCommit:
                     await ctx.in_thread(ctx.engine.commit)
                 except CommandError as failure:
                     error = failure.with_traceback(None)
-                except Exception:
+                except Exception:  # whatever it is, those who wait get an answer
                     log.exception("a flush failed")
                     error = CommandError(errors.INTERNAL)
                 took = time.perf_counter() - began
@@ -111,6 +112,11 @@ class GroupCommit:
                     reply.end(error)
         finally:
             self._running = False
+
+
+async def settled(value: Any) -> Any:
+    """What a handler answered, also when it comes later."""
+    return await value if type(value) in (CoroutineType, Flushed) else value
 
 
 async def _alone(ctx: Context, value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
-from pion.commands.commits import Flushed
+from pion.commands.commits import Flushed, settled
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.store.caps import ROOM_TRIES
@@ -260,17 +260,18 @@ class Dispatcher:
         if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
         if type(value) is Flushed:
-            value.finish = functools.partial(self._done, conn, record, argv, started)
+            value.finish = functools.partial(self._flushed, conn, record, argv, started)
             return value
         return self._done(conn, record, argv, started, value)
+
+    def _flushed(self, conn: Any, record: table.Command, argv: list[Any], started: int, value: Any) -> Any:
+        return self._done(conn, record, argv, started, _refusal(value) if isinstance(value, CommandError) else value)
 
     async def _await(
         self, conn: Any, record: table.Command, argv: list[Any], started: int, pending: Coroutine[Any, Any, Any]
     ) -> Any:
         try:
-            value = await pending
-            if type(value) is Flushed:
-                value = await value
+            value = await settled(await pending)
         except CommandError as error:
             value = _refusal(error)
         except Exception:
@@ -283,8 +284,7 @@ class Dispatcher:
         for _ in range(ROOM_TRIES):
             await self.server.to_waiting_thread(self.engine.relieve, entry)
             try:
-                value = record.handler(self.context(conn), argv)
-                return await value if type(value) in (CoroutineType, Flushed) else value
+                return await settled(record.handler(self.context(conn), argv))
             except CrowdedError as error:
                 entry, text = error.entry, str(error)
         raise OutOfMemoryError(text)
@@ -293,12 +293,9 @@ class Dispatcher:
         """Waits for the end of CLIENT PAUSE, then runs."""
         while self.server.holds(record.write):
             await self.server.wait_unpaused()
-        value = self._execute(conn, record, argv)
-        return await value if type(value) in (CoroutineType, Flushed) else value
+        return await settled(self._execute(conn, record, argv))
 
     def _done(self, conn: Any, record: table.Command, argv: list[Any], started: int, value: Any) -> Any:
-        if isinstance(value, CommandError):  # of a flush
-            value = _refusal(value)
         usec = (time.perf_counter_ns() - started) // 1000
         server = self.server
         server.commands_processed += 1

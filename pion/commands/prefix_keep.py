@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pion import errors, limits
 from pion.commands import args, kv
+from pion.commands.commits import settled
 from pion.commands.keys import condition
 from pion.commands.table import command
 from pion.errors import CommandError
@@ -24,8 +25,7 @@ def _loaded(ctx: Context, names: list[bytes], act: Callable[[], Any]) -> Any:
 async def _load_first(ctx: Context, names: list[bytes], act: Callable[[], Any]) -> Any:
     for ns in names:
         await ctx.in_thread(ctx.engine.load, ns)
-    value = act()
-    return await value if hasattr(value, "__await__") else value
+    return await settled(act())
 
 
 def _names(ctx: Context, argv: list[bytes]) -> list[bytes]:

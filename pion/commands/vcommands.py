@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pion import limits
 from pion._core.stream import Extents, Sink
 from pion.commands import args, kv, schema, table
+from pion.commands.commits import settled
 from pion.commands.table import command
 from pion.errors import CommandError
 from pion.store import layout
@@ -138,8 +139,7 @@ def _finish_stream(ctx: Context, engine: Any, argv: list[Any], sink: Any) -> Any
 
 async def _finish_in_thread(ctx: Context, sink: Any, fmt: str) -> Any:
     await ctx.in_thread(ctx.engine.v_store_finish, sink, fmt)
-    value = kv.acknowledged(ctx, OK)
-    return value if value is OK else await value
+    return await settled(kv.acknowledged(ctx, OK))
 
 
 def _open_stream(ctx: Context, argv: list[bytes], nbytes: int) -> Any:

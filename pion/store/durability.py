@@ -19,6 +19,7 @@ from pion._core import vstore
 from pion._core.stream import FdRef
 from pion.errors import StorageError
 from pion.store import compact, index, layout
+from pion.store.copying import copy_file
 from pion.store.entries import Entry
 from pion.store.store import Store
 
@@ -27,7 +28,6 @@ _log = logging.getLogger("pion.store")
 FLUSH_THREADS: Final = 32  # a file system's journal serves those who wait at the same time with one commit
 QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
 _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
-_COPY_PIECE: Final = 1 << 20
 _FLUSH_AT_ONCE: Final = 64  # entries; their files are open meanwhile
 _NOTHING_LOST: Final = (errno.EMFILE, errno.ENFILE)  # only opening fails with these: no flush has begun
 
@@ -344,25 +344,8 @@ def save_copy(store: Store, root: Path, path: str) -> None:
         if copy.parent not in folders:
             copy.parent.mkdir(parents=True, exist_ok=True)
             folders.add(copy.parent)
-        _copy_file(ref, size, copy)
+        copy_file(ref.fileno(), size, copy, os.O_EXCL)
     for folder in (*folders, *{folder.parent for folder in folders}):
         index.flush_directory(folder)
     os.rename(fresh, target)
     index.flush_directory(target.parent)
-
-
-def _copy_file(ref: FdRef, size: int, path: Path) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        at = 0
-        while at < size:
-            piece = os.pread(ref.fileno(), min(_COPY_PIECE, size - at), at)
-            if not piece:
-                break
-            view = memoryview(piece)
-            while view:
-                done = os.pwrite(fd, view, at)
-                at, view = at + done, view[done:]
-        vstore.flush(fd)
-    finally:
-        os.close(fd)

@@ -32,6 +32,7 @@ from pion._core import quant, stream
 from pion._core.stream import Extents
 from pion.errors import CommandError, StorageError
 from pion.store import reading
+from pion.store.copying import write_all
 from pion.store.entries import Entry
 from pion.store.files import EXPORT
 from pion.store.layout import Side
@@ -197,7 +198,7 @@ class Exports:
         fd = folder.create(name)
         try:
             os.ftruncate(fd, nbytes)
-            _write(fd, head, 0)
+            write_all(fd, head)
             self._write_rows(fd, len(head), request, pieces)
         except BaseException:
             folder.unlink(name)
@@ -223,7 +224,7 @@ class Exports:
             size = piece.rows * head_bytes
             for head in range(request.heads):
                 at = base + piece.offset + (head * rows + piece.row) * head_bytes
-                _write(fd, split[head * size : (head + 1) * size], at)
+                write_all(fd, split[head * size : (head + 1) * size], at)
 
     def _make_room(self, nbytes: int) -> None:
         cap = min(limits.EXPORT_BYTES, self._store.max_bytes // limits.EXPORT_SHARE)
@@ -266,13 +267,6 @@ def _header(request: Request) -> bytes:
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text = text.ljust((len(text) + 8 + 63) // 64 * 64 - 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write(fd: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, at)
-        at, view = at + done, view[done:]
 
 
 # --- directories ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pion import limits
 from pion._core import framing, stream, vstore
 from pion.errors import StartupError
 from pion.store import layout
+from pion.store.copying import write_all
 
 log = logging.getLogger("pion.store")
 
@@ -149,7 +150,7 @@ class DiskFiles:
         temporary = f"{path}.new"
         fd = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            _write_all(fd, data)
+            write_all(fd, data)
             if over:
                 vstore.flush(fd)  # else a power cut could leave the name of the old file on an empty new one
                 self.adopt(temporary, path, over)
@@ -241,7 +242,7 @@ class DiskFiles:
         try:
             out = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                _write_all(out, os.pread(fd, min(end - offset, TAIL_KEPT), offset))
+                write_all(out, os.pread(fd, min(end - offset, TAIL_KEPT), offset))
             finally:
                 os.close(out)
         except OSError as error:
@@ -287,7 +288,7 @@ class MemoryFiles:
         del over
         fd, _ = self.scratch(path)
         try:
-            _write_all(fd, data)
+            write_all(fd, data)
         except OSError:
             os.close(fd)
             raise
@@ -371,9 +372,3 @@ def read_header(fd: int) -> tuple[framing.FileHeader, bytes]:
     if header.version != layout.ENTRY_VERSION:
         raise framing.FramingError("version")
     return header, layout.header_key(header)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:] if done else data, done)

@@ -16,6 +16,7 @@ from pion._core import framing, quant, quantkeys, vstore
 from pion._core.vstore import GROUP
 from pion.errors import CommandError
 from pion.store import layout, loader, reading, writes
+from pion.store.copying import read_exactly
 from pion.store.entries import Entry, SessionNotFoundError
 from pion.store.reading import theta_of
 from pion.store.writes import Write
@@ -241,7 +242,7 @@ def _encode(sink: Write, source: int) -> tuple[list[tuple[int, memoryview]], ran
     edges = []
     for a, b in spans:
         if a < b:
-            blob = writes.read_exactly(fd, (b - a) * row, sink.payload_at + (a - start) * row)
+            blob = read_exactly(fd, (b - a) * row, sink.payload_at + (a - start) * row)
             edges.append((a, _words(source, blob, dim, sink.fmt, a, sink.theta, a - start)))
     crc = 0
     if middle:

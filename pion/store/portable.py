@@ -18,11 +18,12 @@ from pion._core import framing, vstore
 from pion._core.keyspace import Keyspace
 from pion.errors import StorageError
 from pion.store import layout, loader, startup
+from pion.store.copying import copy_file
 from pion.store.engine import Engine
 from pion.store.entries import Entry
 from pion.store.files import DiskFiles, read_header
 
-_PIECE: Final = 1 << 20
+_REPLACE: Final = os.O_TRUNC | os.O_NOFOLLOW
 _ALL_ROWS: Final = 0xFFFFFFFF
 _NO_CAP: Final = 1 << 62  # nothing is evicted here; the server's caps hold from its next start on
 
@@ -119,7 +120,7 @@ def export_entry(root: Path, ns: bytes, target: Path) -> EntryFile:
         raise EntryFileError(f"{root} holds no prefix '{name}'") from None
     try:
         found = examine(fd, f"the entry of '{name}'")
-        _copy(fd, found.size, target)
+        copy_file(fd, found.size, target, _REPLACE, pad=True)
     finally:
         os.close(fd)
     return found
@@ -163,7 +164,7 @@ def _adopt(engine: Engine, found: EntryFile, fd: int, replace: bool) -> None:
         out, temporary = files.scratch(found.entry.path)
         os.close(out)
         try:
-            _copy(fd, found.size, files.root / temporary)
+            copy_file(fd, found.size, files.root / temporary, _REPLACE, pad=True)
             files.adopt(temporary, found.entry.path, over.generation if over is not None else 0)
         except OSError:
             files.remove(temporary)
@@ -179,20 +180,3 @@ def _adopt(engine: Engine, found: EntryFile, fd: int, replace: bool) -> None:
         store.index.put(key, entry.figures(clean=False))
         store.touch(entry)
         store.wrote(entry, found.size)
-
-
-def _copy(fd: int, size: int, target: Path) -> None:
-    out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        at = 0
-        while at < size:
-            piece = memoryview(os.pread(fd, min(_PIECE, size - at), at))
-            if not piece:  # the last record ends before the alignment
-                os.ftruncate(out, size)
-                break
-            while piece:
-                done = os.pwrite(out, piece, at)
-                at, piece = at + done, piece[done:]
-        vstore.flush(out)
-    finally:
-        os.close(out)

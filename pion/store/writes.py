@@ -7,7 +7,6 @@ it, after a crash nobody will. A failed write is cut off, or, when others have w
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from typing import TYPE_CHECKING, Final
@@ -17,6 +16,7 @@ from pion._core import framing, vstore
 from pion._core.stream import CONV_RAW, FdRef, Sink
 from pion.errors import CommandError, StorageError
 from pion.store import layout
+from pion.store.copying import move_within
 from pion.store.entries import CrowdedError, Entry, Payload, SessionNotFoundError
 from pion.store.loader import meta_record
 from pion.store.reading import theta_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("pion.store")
 
 RESERVE_MOST: Final = 64 * limits.MIB  # a larger request may search the disk for milliseconds
-COPY_PIECE: Final = 1 * limits.MIB
 RESERVE_FROM: Final = 256 * limits.KIB  # asking for the blocks first makes large writes a third cheaper
 F32, F16, BF16 = limits.FORMATS["fp32"], limits.FORMATS["fp16"], limits.FORMATS["bf16"]
 SOURCES: Final = {"F32": F32, "F16": F16, "BF16": BF16}
@@ -411,25 +410,8 @@ def _move_behind(store: Store, sink: Write) -> None:
     store.make_room(total, entry)
     resize(store, entry, at + total)
     lost, sink.at, sink.reserved = sink.reserved, at, total
-    done = 0
-    while done < sink.payload_len:
-        piece = read_exactly(fd, min(COPY_PIECE, sink.payload_len - done), sink.payload_at + done)
-        view = memoryview(piece)
-        while view:
-            written = os.pwrite(fd, view, payload_at + done)
-            done, view = done + written, view[written:]
+    move_within(fd, sink.payload_at, sink.payload_len, payload_at)
     os.ftruncate(fd, at + total)
     sink.payload_at = payload_at
     if entry.rows is not None:
         entry.rows.lost(lost)
-
-
-def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:
-    """Bytes of a file. Raises OSError when they are not all there."""
-    data = os.pread(fd, nbytes, offset)
-    while len(data) < nbytes:
-        more = os.pread(fd, nbytes - len(data), offset + len(data))
-        if not more:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        data += more
-    return data

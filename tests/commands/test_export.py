@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,11 +55,9 @@ def test_what_a_kill_leaves_goes_at_the_next_start(tmp_path: Path) -> None:
             assert conn.ok(*ask("ns")).decode() != path
 
 
-def poll(condition: object) -> None:
-    import time
-
+def poll(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 20
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
