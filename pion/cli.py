@@ -60,7 +60,7 @@ def server_main(argv: Sequence[str] | None = None) -> int:
 
     from pion.net.server import serve
 
-    print(banner(options), flush=True)
+    print(f"{banner(options)}\n", end="", flush=True)
     try:
         trio.run(functools.partial(serve, options))
     except (StartupError, StorageError) as error:

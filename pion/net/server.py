@@ -158,7 +158,8 @@ class Server:
                 await nursery.start(self._watch_signals)
             for sock, name in self.listeners:
                 nursery.start_soon(self._accept, sock, name)
-                print(f"Ready to accept connections on {name}", flush=True)
+                # In one write with its end: unbuffered, print would let a line of the log come between.
+                print(f"Ready to accept connections on {name}\n", end="", flush=True)
             task_status.started(port)
             await self.stopping.wait()
             for scope in self._accepting:

@@ -71,6 +71,14 @@ class _Flush:
             store.unsynced.add(entry)
 
 
+class _Wish:
+    """A compaction asked for or under way."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.again = True  # asked for since its worker last looked
+
+
 class Upkeep:
     """The background work of a store.
 
@@ -91,7 +99,8 @@ class Upkeep:
         self._running = False
         self._errors: dict[int, OSError] = {}
         self._ticking = threading.Lock()
-        self._queued: set[Entry] = set()
+        self._compacting: dict[Entry, _Wish] = {}
+        self._wishes = threading.Lock()
         store.fragmented = self.consider
 
     # --- commit -----------------------------------------------------------------------------------------------------
@@ -289,12 +298,24 @@ class Upkeep:
 
     def consider(self, entry: Entry, *, quiet: bool = False) -> None:
         """Compact an entry in the background when that pays. Called with every store, and with fetches of fragments."""
-        if entry not in self._queued and compact.due(entry, quiet=quiet):
-            self._queued.add(entry)
-            try:
-                self._workers.submit(self._compact, entry, quiet)
-            except RuntimeError:  # closing
-                self._queued.discard(entry)
+        if not compact.due(entry, quiet=quiet):
+            return
+        with self._wishes:
+            running = self._compacting.get(entry)
+            if running is not None:  # it may have looked at the entry already, and less strictly
+                running.again, running.quiet = True, running.quiet or quiet
+                return
+            self._compacting[entry] = _Wish(quiet)
+        try:
+            self._workers.submit(self._compact, entry)
+        except RuntimeError:  # closing
+            with self._wishes:
+                del self._compacting[entry]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no compaction is under way or asked for."""
+        return not self._compacting
 
     def compact_now(self, ns: bytes) -> bool:
         """Compact a prefix in this thread."""
@@ -302,12 +323,21 @@ class Upkeep:
             entry = self.store.get(layout.PREFIX + ns)
         return entry is not None and compact.compact(self.store, entry, patient=True)
 
-    def _compact(self, entry: Entry, quiet: bool) -> None:
+    def _compact(self, entry: Entry) -> None:
+        wish = self._compacting[entry]
         try:
-            while compact.due(entry, quiet=quiet) and compact.compact(self.store, entry):
-                continue  # what was appended meanwhile may be worth another round
-        finally:
-            self._queued.discard(entry)
+            while wish.again:
+                with self._wishes:
+                    wish.again, quiet = False, wish.quiet
+                while compact.due(entry, quiet=quiet) and compact.compact(self.store, entry):
+                    continue  # what was appended meanwhile may be worth another round
+                with self._wishes:
+                    if not wish.again:
+                        del self._compacting[entry]
+        except BaseException:
+            with self._wishes:
+                self._compacting.pop(entry, None)
+            raise
 
     def stop(self) -> None:
         """Finish what is running; nothing starts by itself any more. `commit` still works."""

@@ -42,6 +42,26 @@ def test_a_process_ends_on_sigterm(tmp_path: Path):
     assert server.process.returncode == 0
 
 
+def test_the_ready_line_is_one_write(tmp_path: Path):
+    """Unbuffered too: whoever waits for it would otherwise find a line of the log within it."""
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    reader.settimeout(30)
+    command = [sys.executable, "-m", "pion.cli", "--port", "0", "--dir", str(tmp_path), "--kvcache"]
+    process = subprocess.Popen(command, stdout=writer, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        writes: list[bytes] = []
+        while len(writes) < 2:
+            writes += filter(None, [reader.recv(4096)])
+        assert writes[0].startswith(b"pion-server ")
+        assert writes[1].startswith(b"Ready to accept connections on 127.0.0.1:")
+        assert all(write.endswith(b"\n") for write in writes)
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+        reader.close()
+        writer.close()
+
+
 def test_a_second_signal_ends_a_patient_server_at_once():
     with testing.server() as server:
         sock = raw(server.port)

@@ -82,7 +82,8 @@ class Machine(RuleBasedStateMachine):
                 call()
             return
         call()
-        if old is None or clash:
+        unsaid = replace and old is not None and old.digest is not None and digest is None
+        if old is None or clash or unsaid:
             self.entries[ns] = old = model.Entry()
             self.snapshots = {sid: kept for sid, kept in self.snapshots.items() if sid[:-3] != ns}
         old.sides = [side or model.Side(dim, fmt) for side in old.sides]
