@@ -81,29 +81,47 @@ static inline void q_fp8_codes(const uint8_t *restrict src, uint8_t *restrict co
 }
 
 #if defined(__x86_64__)
-/* The codes of whole groups, 32 values at a time: compilers narrow words to bytes by many more shuffles. */
+/* As q_group_top for whole groups. */
+__attribute__((target("avx2"))) static void q_tops_avx2(const uint8_t *src, uint32_t *tops, size_t groups) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    for (size_t g = 0; g < groups; g++, src += 4 * Q_GROUP) {
+        __m256i part[4];
+        for (int i = 0; i < 4; i++)
+            part[i] = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(src + 32 * i)), magnitude);
+        __m256i most = _mm256_max_epi32(_mm256_max_epi32(part[0], part[1]), _mm256_max_epi32(part[2], part[3]));
+        __m128i top = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+        top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
+        top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
+        tops[g] = (uint32_t)_mm_cvtsi128_si32(top);
+    }
+}
+
+/* The codes of whole groups, 32 values at a time. The addition of 2^20 times a value's power of two (the subnormals'
+ * at least) rounds it at the last bit of its code: the sum's low bits count those; its binade adds 8 a power. */
 __attribute__((target("avx2"))) static void q_fp8_codes_avx2(const uint8_t *src, uint8_t *codes, size_t groups,
                                                              const float *inverses) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), one = _mm256_set1_epi32(1), sign = _mm256_set1_epi32(0x80);
-    const __m256i half = _mm256_set1_epi32(0x7ffff), bias = _mm256_set1_epi32(120 << 3);
-    const __m256i least = _mm256_set1_epi32(0x3c800000), step = _mm256_set1_epi32(0x46800000);
-    const __m256 push = _mm256_set1_ps(16384.0f);
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    const __m256i power = _mm256_set1_epi32(0x7f800000), least = _mm256_set1_epi32(0x3c800000);
+    const __m256i far = _mm256_set1_epi32(20 << 23), bias = _mm256_set1_epi16(0x3c8);
+    const __m256i sign = _mm256_set1_epi8((char)0x80);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing works within 128-bit lanes */
     for (size_t g = 0; g < groups; g++, src += 4 * Q_GROUP, codes += Q_GROUP) {
         const __m256 inverse = _mm256_set1_ps(inverses[g]);
-        __m256i part[4];
+        __m256i word[4], part[4];
         for (int i = 0; i < 4; i++) {
-            __m256 values = _mm256_loadu_ps((const float *)(const void *)(src + 32 * i));
-            __m256i word = _mm256_castps_si256(_mm256_mul_ps(values, inverse)), mag = _mm256_and_si256(word, magnitude);
-            __m256i odd = _mm256_and_si256(_mm256_srli_epi32(mag, 20), one);
-            __m256i normal = _mm256_add_epi32(_mm256_add_epi32(mag, half), odd);
-            normal = _mm256_sub_epi32(_mm256_srli_epi32(normal, 20), bias);
-            __m256i tiny = _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(mag), push));
-            tiny = _mm256_sub_epi32(tiny, step);
-            __m256i code = _mm256_blendv_epi8(normal, tiny, _mm256_cmpgt_epi32(least, mag));
-            part[i] = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(word, 24), sign));
+            __m256 value = _mm256_mul_ps(_mm256_loadu_ps((const float *)(const void *)(src + 32 * i)), inverse);
+            __m256 mag = _mm256_and_ps(value, magnitude);
+            __m256i two = _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(value), power), least);
+            __m256i push = _mm256_add_epi32(two, far);
+            __m256i sum = _mm256_castps_si256(_mm256_add_ps(mag, _mm256_castsi256_ps(push)));
+            part[i] = _mm256_add_epi32(_mm256_sub_epi32(sum, push), _mm256_srli_epi32(two, 20));
+            word[i] = _mm256_castps_si256(value);
         }
-        __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
+        __m256i low = _mm256_sub_epi16(_mm256_packs_epi32(part[0], part[1]), bias);
+        __m256i high = _mm256_sub_epi16(_mm256_packs_epi32(part[2], part[3]), bias);
+        __m256i bytes = _mm256_packus_epi16(low, high);
+        __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(word[0], word[1]), _mm256_packs_epi32(word[2], word[3]));
+        bytes = _mm256_or_si256(bytes, _mm256_and_si256(signs, sign)); /* saturation keeps the sign */
         _mm256_storeu_si256((__m256i *)(void *)codes, _mm256_permutevar8x32_epi32(bytes, order));
     }
 }
@@ -115,7 +133,10 @@ Q_CLONES static uint32_t q_fp32_to_fp8(const uint8_t *src, uint8_t *codes, uint8
     float inverses[Q_CHUNK / Q_GROUP] = {0};
     size_t whole = n / Q_GROUP, groups = (n + Q_GROUP - 1) / Q_GROUP;
     uint32_t bad = 0;
-    for (size_t g = 0; g < whole; g++) tops[g] = q_group_top(src + 4 * Q_GROUP * g, Q_GROUP);
+#if defined(__x86_64__)
+    if (avx2) q_tops_avx2(src, tops, whole);
+#endif
+    for (size_t g = 0; g < whole && !avx2; g++) tops[g] = q_group_top(src + 4 * Q_GROUP * g, Q_GROUP);
     if (whole < groups) tops[whole] = q_group_top(src + 4 * Q_GROUP * whole, n - Q_GROUP * whole);
     for (size_t g = 0; g < groups; g++) {
         bad |= tops[g] > Q_F32_65504;

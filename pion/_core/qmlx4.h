@@ -38,18 +38,14 @@ static inline void q_mlx4_codes(const uint8_t *restrict src, uint8_t *restrict c
 /* Up to Q_CHUNK values, whole groups, of one row. Nonzero: a value is not within +-65504. */
 Q_CLONES static uint32_t q_fp32_to_mlx4(const uint8_t *src, uint8_t *packed, uint8_t *scales, uint8_t *biases,
                                         size_t n) {
-    int32_t low[Q_CHUNK / Q_GROUP], high[Q_CHUNK / Q_GROUP];
+    float low[Q_CHUNK / Q_GROUP], high[Q_CHUNK / Q_GROUP];
     float scale[Q_CHUNK / Q_GROUP], bias[Q_CHUNK / Q_GROUP];
     uint8_t codes[Q_GROUP];
     size_t groups = n / Q_GROUP;
-    const int32_t bottom = q_ordered(Q_F32_65504 | Q_F32_SIGN), top = Q_F32_65504;
     uint32_t bad = 0;
-    for (size_t g = 0; g < groups; g++) q_group_range(src + 4 * Q_GROUP * g, Q_GROUP, low + g, high + g);
+    for (size_t g = 0; g < groups; g++) bad |= q_group_range(src + 4 * Q_GROUP * g, Q_GROUP, low + g, high + g);
     for (size_t g = 0; g < groups; g++) {
-        bad |= (uint32_t)(high[g] > top) | (uint32_t)(low[g] < bottom);
-        float lo = q_float((uint32_t)q_ordered((uint32_t)low[g])) + 0.0f; /* -0 becomes +0 */
-        float hi = q_float((uint32_t)q_ordered((uint32_t)high[g])) + 0.0f;
-        scale[g] = q_mlx4_scale(lo, hi, bias + g);
+        scale[g] = q_mlx4_scale(low[g] + 0.0f, high[g] + 0.0f, bias + g); /* -0 becomes +0 */
         q_store16(scales + 2 * g, q_half_of(q_bits(scale[g])));
         q_store16(biases + 2 * g, q_half_of(q_bits(bias[g])));
     }

@@ -130,7 +130,7 @@ static inline int q_decode_with(int fmt, const void *source, void *target, size_
     }
     for (size_t row = 0; row < rows; row++, src += stored, dst += 4 * dim) {
         switch (q_code(fmt)) {
-        case Q_INT8: q_int8_row_to_fp32(src, dst, dim); break;
+        case Q_INT8: q_int8_row_to_fp32(src, dst, dim, f16c); break;
         case Q_FP8: q_fp8_row_to_fp32(src, dst, dim, f16c); break;
         case Q_MLX4G32: q_mlx4_row_to_fp32(src, dst, dim); break;
         case Q_BF16_ROPE_FP8_BODY: q_hybrid_row_to_fp32(src, dst, dim, q_param(fmt), f16c); break;

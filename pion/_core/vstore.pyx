@@ -333,8 +333,11 @@ cdef class Rows:
         self.dead += nbytes
 
     def layers(self, int side) -> int:
-        """One more than the highest layer ever stored."""
-        return max(self.used[side], self.used[side + 2]) if 0 <= side <= 1 else 0
+        """One more than the highest layer that holds rows."""
+        cdef int count = max(self.used[side], self.used[side + 2]) if 0 <= side <= 1 else 0
+        while count > 0 and self._tokens(side, count - 1) == 0:
+            count -= 1
+        return count
 
     def tokens(self, int side, Py_ssize_t layer) -> int:
         """Rows the layer reports, gaps included; 0 for a layer without a store."""
