@@ -235,6 +235,9 @@ class Upkeep:
             store.held_bytes()
             store.expire(store.now_ms())
             store.watch()
+            if store.index is not None and store.used:  # before what may take long: a kill forgets untold uses
+                store.index.used([(entry.key, entry.used) for entry in store.used if not entry.gone])
+            store.used.clear()
         pending = bool(store.unsynced) or (self.log is not None and self.log.unsynced_bytes > 0)
         if self.policy == "everysec" and pending and not self.failure:
             self.commit()
@@ -244,14 +247,10 @@ class Upkeep:
                 entry.quiet += 1
                 if entry.quiet >= QUIET_TICKS and not entry.writers:
                     quiet.append(entry)
-            used, store.used = store.used, set()
         for entry in quiet:
             if compact.due(entry, quiet=True):
                 compact.compact(store, entry)
         self.seal(quiet)
-        if store.index is not None and used:
-            with store.lock:
-                store.index.used([(entry.key, entry.used) for entry in used if not entry.gone])
         with store.lock:
             damage = store.index.damage() if store.index is not None else ""
         if damage:

@@ -162,6 +162,15 @@ class Prefix:
         """It was asked for, and there."""
         self.uses.append((time.monotonic(), pressure.stored))
 
+    def past(self, pressure: Pressure) -> str:
+        """What there is to know about its last uses."""
+        now, uses = time.monotonic(), list(self.uses)[-4:]
+        when = ", ".join(
+            f"{now - at:.1f} s and {(pressure.stored - held) >> 20} MiB ago" for at, held in reversed(uses)
+        )
+        kills = ", ".join(f"{now - at:.1f} s" for at in pressure.kills[:-6:-1])
+        return f"used {when or 'never'}; kills {kills or 'none'} ago"
+
     def found(self, got: Version | None, pressure: Pressure) -> str:
         """A reply said what is there; what is wrong with that."""
         with self.lock:

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,7 @@ class Soak:
             Worker(self.shared, number, self.server.port, self.rng.randrange(1 << 30)) for number in range(CLIENTS)
         ]
         self.samples: list[Sample] = []
+        self.printed: deque[str] = deque(maxlen=20)  # by the servers before this one
         self.kills = self.ends = 0
         self.started_at = time.monotonic()
 
@@ -87,7 +89,8 @@ class Soak:
             for worker in self.workers:
                 worker.join(120)
                 self.shared.check(f"{worker.name} does not end" if worker.is_alive() else "")
-            self._empty()
+            if not self.shared.violations:  # what is there may tell why
+                self._empty()
             status = self.server.stop()
             self.shared.check("" if status == 0 else f"SIGTERM ended the server with status {status}")
         finally:
@@ -117,6 +120,7 @@ class Soak:
                 self.shared.check("" if status == 0 else f"SIGTERM ended the server with status {status}")
                 self.ends += 1
             self._scan_log()
+            self.printed.append(self.server.output)
             self.server.restart()
             self._check_disk()  # the cap holds before the first command
             self.shared.up.set()
@@ -216,9 +220,11 @@ def used(folder: Path) -> int:
 def soak(seconds: float, seed: int, directory: Path | None = None, say: Callable[[str], None] = print) -> Report:
     """A soak in a directory of its own, which is removed when all was well."""
     root = directory or Path(tempfile.mkdtemp(prefix="pion-soak-"))
-    report = Soak(root / "data", seconds, seed, say).run()
+    run = Soak(root / "data", seconds, seed, say)
+    report = run.run()
     if directory is None and not report.violations:
         shutil.rmtree(root)
     elif report.violations:
+        (root / "server.log").write_text("\n".join([*run.printed, run.server.output]))
         say(f"the data is kept in {root}")
     return report

@@ -195,7 +195,11 @@ class Worker(threading.Thread):
         assert before == prefix.number, "a prefix has one writer"
         if version is None and None not in prefix.may:
             self.shared.count("evicted")
-        self.shared.check(prefix.found(version, self.shared.pressure))
+        past = prefix.past(self.shared.pressure)
+        problem = prefix.found(version, self.shared.pressure)
+        if problem:
+            why = self.client.call("KV.PREFIX.WHY", prefix.ns)
+            self.shared.check(f"{problem}: {why.decode() if isinstance(why, bytes) else why} ({past})")
         return version
 
     def _which(self, ns: str) -> int | None:
