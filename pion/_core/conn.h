@@ -30,7 +30,7 @@
 
 enum { AT_HOME = 0, AT_MOVER, AT_END };
 enum { CLOSE_NO = 0, CLOSE_FLUSH /* after the output has left */, CLOSE_LINGER /* FIN sent, input thrown away */ };
-enum { BLOB_NO = 0, BLOB_WANTED, BLOB_WRITTEN };
+enum { BLOB_NO = 0, BLOB_WANTED, BLOB_STREAM /* as it is received */, BLOB_WRITTEN };
 enum { WAIT_NO = 0, WAIT_FRAME /* a complete frame for Python */, WAIT_STREAM /* where does this body go? */ };
 
 struct plane;
@@ -57,13 +57,14 @@ typedef struct conn {
     size_t start, end, cap;
     struct resp_parser parser;
     kval *body;                /* SET: the value being received */
-    size_t body_got;
+    size_t body_got, body_counted; /* received; in the plane's input_bytes */
     sink *sink;                /* the streamed argument of the current frame */
     char *early;               /* its bytes that came with the header */
     size_t early_n;
     uint8_t body_ready;        /* body (or sink) is complete and belongs to the frame */
     uint8_t blob;              /* BLOB_*: the file of a large body, written before the log record that names it */
-    int blob_dir, blob_durable;
+    int blob_dir, blob_durable, blob_fd; /* the descriptor of BLOB_STREAM, -1 until there is something to write */
+    size_t blob_at;
     uint64_t blob_id;
     uint32_t blob_crc;
 
@@ -291,8 +292,10 @@ static inline spares *plane_spares(plane *p) { return &p->spares; }
 static inline void conn_drop_body(conn *c) {
     if (!c->body) return;
     if (c->blob == BLOB_WRITTEN) klog_drop_blob(&c->plane->keyspace->log, c->blob_id);
+    if (c->blob == BLOB_STREAM && c->blob_fd >= 0) ks_blob_close(c->blob_dir, c->blob_id, c->blob_fd, -ECANCELED);
     c->blob = BLOB_NO;
-    c->plane->input_bytes -= c->body_got;
+    c->plane->input_bytes -= c->body_counted;
+    c->body_counted = 0;
     kval_unref(c->body);
     c->body = NULL;
     c->body_got = 0;

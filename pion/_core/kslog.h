@@ -431,17 +431,39 @@ static inline int ks_write_ahead(int fd, const char *data, size_t n, uint64_t of
     return 0;
 }
 
-/* Write n bytes as value file `blob` under `dirfd`; *crc gets their checksum. Any thread may do it. 0 or -errno; a file
- * that could not be written is removed. `durable`: its content is on disk when this returns (its name is not). */
-static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc, int durable) {
+enum { KS_BLOB_HEAD = 2 * FR_HEADER };
+
+/* Value files. Any thread may write one: open, put what there is, in order, end. 0 or -errno, and a descriptor from open.
+ * *crc is the checksum of what was put: fr_seed(blob) at the beginning. */
+static inline int ks_blob_open(int dirfd, uint64_t blob) {
     char name[24];
-    uint8_t head[2 * FR_HEADER];
-    fr_header h;
     snprintf(name, sizeof name, "%016llx", (unsigned long long)blob);
     const int fd = openat(dirfd, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd < 0) return -errno;
-    const uint32_t seed = fr_seed(blob);
-    *crc = crc32c(seed, data, n);
+    return fd < 0 ? -errno : fd;
+}
+
+/* `durable`: the medium starts on it at once. */
+static inline int ks_blob_put(int fd, const char *data, size_t n, size_t at, uint32_t *crc, int durable) {
+    *crc = crc32c(*crc, data, n);
+    if (durable) return ks_write_ahead(fd, data, n, KS_BLOB_HEAD + at);
+    struct iovec iov[1] = {{(char *)data, n}};
+    return ks_pwritev_all(fd, iov, 1, KS_BLOB_HEAD + at);
+}
+
+/* Close a file, and remove it when `rc` says that it is not to be. rc, or -errno of the close. */
+static inline int ks_blob_close(int dirfd, uint64_t blob, int fd, int rc) {
+    char name[24];
+    if (close(fd) && !rc) rc = -errno;
+    snprintf(name, sizeof name, "%016llx", (unsigned long long)blob);
+    if (rc) unlinkat(dirfd, name, 0);
+    return rc;
+}
+
+/* All `n` bytes are put: write the head and close it. A file that could not be written is removed. `durable`: its content
+ * is on disk when this returns (its name is not). */
+static inline int ks_blob_end(int dirfd, uint64_t blob, int fd, size_t n, uint32_t crc, int durable) {
+    uint8_t head[KS_BLOB_HEAD];
+    fr_header h;
     memset(&h, 0, sizeof h);
     h.kind = FR_KIND_FILE;
     h.state = FR_VALID;
@@ -454,15 +476,21 @@ static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size
     h.aux = h.start = 0;
     h.token = 0;
     h.payload_len = n;
-    h.payload_crc = *crc;
-    fr_encode(head + FR_HEADER, &h, NULL, seed);
-    struct iovec iov[2] = {{head, sizeof head}, {(char *)data, n}};
-    int rc = ks_pwritev_all(fd, iov, durable ? 1 : 2, 0);
-    if (durable && !rc) rc = ks_write_ahead(fd, data, n, sizeof head);
+    h.payload_crc = crc;
+    fr_encode(head + FR_HEADER, &h, NULL, fr_seed(blob));
+    struct iovec iov[1] = {{head, sizeof head}};
+    int rc = ks_pwritev_all(fd, iov, 1, 0);
     if (durable && !rc) rc = ks_fsync(fd);
-    if (close(fd) && !rc) rc = -errno;
-    if (rc) unlinkat(dirfd, name, 0);
-    return rc;
+    return ks_blob_close(dirfd, blob, fd, rc);
+}
+
+/* Write n bytes as value file `blob` under `dirfd`; *crc gets their checksum. */
+static inline int ks_blob_write(int dirfd, uint64_t blob, const char *data, size_t n, uint32_t *crc, int durable) {
+    const int fd = ks_blob_open(dirfd, blob);
+    if (fd < 0) return fd;
+    *crc = fr_seed(blob);
+    const int rc = ks_blob_put(fd, data, n, 0, crc, durable);
+    return rc ? ks_blob_close(dirfd, blob, fd, rc) : ks_blob_end(dirfd, blob, fd, n, *crc, durable);
 }
 
 /* From now on the file holds the bytes of `v` (KV_BIG). */

@@ -93,6 +93,35 @@ static inline void mover__blob(conn *c) {
     c->blob = rc ? BLOB_NO : BLOB_WRITTEN;
 }
 
+/* A large value whose SET waits for the medium: its file is written as it is received. As mover__pull; when a write fails
+ * the plane receives the rest, tries once more and says why. */
+static inline ssize_t mover__pull_body(conn *c) {
+    const size_t len = c->body->len, piece = c->body_got - c->body_got % KS_WRITE_PIECE + KS_WRITE_PIECE;
+    const size_t room = piece < len ? piece : len;
+    ssize_t got;
+    do got = recv(c->fd, c->body->data + c->body_got, room - c->body_got, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? STREAM_AGAIN : -errno;
+    if (got == 0) return -ECONNRESET;
+    conn_count(&c->net_in, (uint64_t)got);
+    c->body_got += (size_t)got;
+    if (c->body_got < room) return got;
+    if (c->blob_fd < 0) {
+        while ((c->blob_fd = ks_blob_open(c->blob_dir, c->blob_id)) == -EEXIST) c->blob_id++;
+        c->blob_crc = fr_seed(c->blob_id);
+    }
+    int rc = c->blob_fd < 0 ? c->blob_fd : 0;
+    if (!rc) rc = ks_blob_put(c->blob_fd, c->body->data + c->blob_at, room - c->blob_at, c->blob_at, &c->blob_crc, 1);
+    c->blob_at = room;
+    if (!rc && room < len) return got;
+    if (c->blob_fd >= 0) {
+        rc = rc ? ks_blob_close(c->blob_dir, c->blob_id, c->blob_fd, rc)
+                : ks_blob_end(c->blob_dir, c->blob_id, c->blob_fd, len, c->blob_crc, 1);
+    }
+    c->blob = rc ? BLOB_NO : BLOB_WRITTEN;
+    return got;
+}
+
 static inline void mover_run(job *item, void *state) {
     conn *c = (conn *)item;
     plane *p = c->plane;
@@ -113,14 +142,15 @@ static inline void mover_run(job *item, void *state) {
         c->early_n = 0;
     }
     while (!atomic_load_explicit(&c->kill, memory_order_relaxed)) {
-        int sending = !outq_empty(&c->out), receiving = conn_sink_open(c) && c->sink->got + m->held < c->sink->want;
+        int sending = !outq_empty(&c->out), body = c->blob == BLOB_STREAM;
+        int receiving = body || (conn_sink_open(c) && c->sink->got + m->held < c->sink->want);
         if (!receiving && !outq_starts_with_file(&c->out)) break;
         ssize_t out = sending ? mover__push(m, c) : STREAM_AGAIN;
         if (out < 0) {
             c->error = out == STREAM_SHORT ? EIO : (int)-out;
             break;
         }
-        ssize_t in = receiving ? mover__pull(m, c) : STREAM_AGAIN;
+        ssize_t in = !receiving ? STREAM_AGAIN : body ? mover__pull_body(c) : mover__pull(m, c);
         if (in < 0) {
             c->error = (int)-in;
             break;

@@ -99,16 +99,31 @@ static inline int plane__streams(plane *p, conn *c) {
     return 0;
 }
 
+/* A large value that will be logged gets a file. */
+static inline void conn_blob(plane *p, conn *c, int how) {
+    ks *k = p->keyspace;
+    if (c->fd < 0 || c->body->len < KS_BLOB_MIN || !ks_logs(k) || k->log.blob_fd < 0) return;
+    c->blob_durable = k->log.policy == KS_SYNC_ALWAYS;
+    if (how == BLOB_STREAM && !c->blob_durable) return; /* nobody waits for the medium: one write at the end */
+    c->blob = (uint8_t)how;
+    c->blob_dir = k->log.blob_fd;
+    c->blob_fd = -1;
+    c->blob_at = 0;
+    c->blob_id = ks_random_u64(k);
+}
+
 /* A value is complete. A large one that will be logged gets its file first, from a mover (memory connections: from ks_set). */
 static inline void conn_body_done(plane *p, conn *c) {
-    ks *k = p->keyspace;
     c->body_ready = 1;
     resp_bulk_done(&c->parser);
-    if (c->fd < 0 || c->body->len < KS_BLOB_MIN || !ks_logs(k) || k->log.blob_fd < 0) return;
-    c->blob = BLOB_WANTED;
-    c->blob_dir = k->log.blob_fd;
-    c->blob_durable = k->log.policy == KS_SYNC_ALWAYS;
-    c->blob_id = ks_random_u64(k);
+    conn_blob(p, c, BLOB_WANTED);
+}
+
+/* `n` bytes of the body are held, or will be by a mover. */
+static inline void conn_count_body(plane *p, conn *c, size_t n) {
+    if (n <= c->body_counted) return;
+    p->input_bytes += n - c->body_counted;
+    c->body_counted = n;
 }
 
 /* A large argument is announced. Values of SET are received where they will stay, streamed ones are Python's to place. */
@@ -129,9 +144,14 @@ static inline void conn_bulk(plane *p, conn *c) {
     size_t here = resp_bulk_here(r, c->end - c->start);
     memcpy(c->body->data, c->in + c->start + r->pos, here);
     c->end -= resp_bulk_take(r, c->in + c->start, c->end - c->start);
-    c->body_got = here;
+    c->body_got = c->body_counted = here;
     p->input_bytes += here;
-    if (here == r->bulk_len) conn_body_done(p, c);
+    if (here == r->bulk_len) {
+        conn_body_done(p, c);
+    } else if (p->input_bytes + r->bulk_len - here <= p->limits.input_total) {
+        conn_blob(p, c, BLOB_STREAM);
+        if (c->blob == BLOB_STREAM) conn_count_body(p, c, r->bulk_len);
+    }
 }
 
 /* Python's answer to WAIT_STREAM: a sink (whose reference is taken over), or NULL to receive the bulk in memory. */
@@ -212,7 +232,7 @@ static inline void conn_run(plane *p, conn *c) {
 /* The body of a SET has grown. */
 static inline void conn_body_got(plane *p, conn *c, size_t n) {
     c->body_got += n;
-    p->input_bytes += n;
+    conn_count_body(p, c, c->body_got);
     if (c->body_got == c->body->len) conn_body_done(p, c);
 }
 
@@ -237,7 +257,7 @@ static inline ssize_t conn_receive(plane *p, conn *c, int *full) {
         to = c->body->data + c->body_got;
         room = c->body->len - c->body_got;
         if (room > p->limits.slice) room = p->limits.slice;
-        if (p->input_bytes + room > p->limits.input_total) {
+        if (c->body_counted < c->body->len && p->input_bytes + room > p->limits.input_total) {
             conn_fail_room(p, c, -ENOBUFS);
             return 0;
         }
@@ -292,9 +312,12 @@ static inline ssize_t conn_receive(plane *p, conn *c, int *full) {
     return got;
 }
 
+/* Its next bytes are a mover's to receive. */
+static inline int conn_streams(const conn *c) { return conn_sink_open(c) || c->blob == BLOB_STREAM; }
+
 static inline int conn_wants_input(const conn *c) {
     if (c->closing == CLOSE_LINGER) return 1;
-    return !c->closing && !c->eof && !c->pending && !c->waiting && !c->stalled && !conn_sink_open(c) &&
+    return !c->closing && !c->eof && !c->pending && !c->waiting && !c->stalled && !conn_streams(c) &&
            c->blob != BLOB_WANTED;
 }
 
@@ -313,7 +336,7 @@ static inline void conn_read(plane *p, conn *c) {
 
 /* Never while it waits for Python, which answers within the batch. */
 static inline int conn_needs_mover(const conn *c) {
-    return c->fd >= 0 && !c->waiting && ((conn_sink_open(c) && !c->dry) || (outq_starts_with_file(&c->out) && !c->full) ||
+    return c->fd >= 0 && !c->waiting && ((conn_streams(c) && !c->dry) || (outq_starts_with_file(&c->out) && !c->full) ||
                           c->blob == BLOB_WANTED);
 }
 
@@ -353,7 +376,7 @@ static inline int conn_put_extents(plane *p, conn *c, extents *e) {
 
 static inline void conn_want(plane *p, conn *c) {
     int want = 0;
-    if (conn_wants_input(c) || conn_sink_open(c)) want |= EV_IN;
+    if (conn_wants_input(c) || conn_streams(c)) want |= EV_IN;
     else if (c->waiting) want |= c->interest & EV_IN; /* answered within this batch: do not toggle */
     if (!outq_empty(&c->out)) want |= EV_OUT;
     if (!(want & EV_IN) && c->pending && !c->hup) want |= EV_HUP;
@@ -477,11 +500,15 @@ static inline void plane_take_home(plane *p) {
                 c->body_ready = 1;
                 resp_bulk_done(&c->parser);
             }
+            if (c->body && !c->body_ready && c->body_got == c->body->len) { /* streamed; without a file when that failed */
+                c->body_ready = 1;
+                resp_bulk_done(&c->parser);
+            }
             if (c->blob == BLOB_WRITTEN) {
                 if (klog_fresh_blob(&p->keyspace->log, c->blob_id)) conn_end(p, c);
                 else ks_blob_attach(c->body, c->blob_id, c->blob_crc);
             }
-            if (c->where == AT_HOME && !conn_sink_open(c)) conn_run(p, c);
+            if (c->where == AT_HOME && !conn_streams(c)) conn_run(p, c);
             if (c->where == AT_HOME && conn_keep_window(c)) conn_end(p, c);
             if (c->where == AT_HOME) plane_touch(p, c);
         }
@@ -492,7 +519,7 @@ static inline void plane_take_home(plane *p) {
 static inline void conn_event(plane *p, conn *c, int what) {
     if (c->where != AT_HOME) return;
     if (what & EV_OUT) c->full = 0;
-    if (what & EV_IN && conn_sink_open(c)) {
+    if (what & EV_IN && conn_streams(c)) {
         c->dry = 0; /* bytes for a mover, or the end of the connection: it will find out */
     } else if (what & EV_IN && conn_wants_input(c)) {
         conn_read(p, c);

@@ -19,6 +19,7 @@ import numpy as np
 TABLE: Final = np.random.default_rng(20).standard_normal(1 << 21).astype(np.float16)
 FORMATS: Final = ("native", "native", "native", "int8", "fp8", "mlx4g32", "turbo4", "turbo3")
 ERROR: Final = {"native": 0.0, "int8": 0.02, "fp8": 0.08, "mlx4g32": 0.25, "turbo4": 0.25, "turbo3": 0.4}  # relative
+ANSWERED: Final = 0.5  # seconds in which a reply is noted: the server may have seen two uses in the other order
 RECENT: Final = 3.0  # seconds after which a use is on disk: a kill forgets later ones
 
 Rows = tuple[Any, Any]
@@ -92,18 +93,21 @@ def checksum(got: Rows) -> bytes:
 class Pressure:
     """How much was stored since when, and when the server was killed: what eviction may have taken.
 
-    Least recent use goes first, so a prefix stays while less than half of the cap was stored since its last use.
+    Least recent use goes first, so a prefix stays while what was used since, and what was stored since over that, is
+    less than half of the cap: old files of replaced entries and copies of compactions take their part too.
 
     Attributes:
         cap: --max-bytes.
         stored: bytes offered since the start, and a little for every file.
         kills: times.
+        touched: (time, bytes) of the last use of every namespace, by anybody.
     """
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
         self.stored = 0
         self.kills: list[float] = []
+        self.touched: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
@@ -111,12 +115,22 @@ class Pressure:
         with self._lock:
             self.stored += nbytes + 8192
 
+    def touch(self, version: Version) -> None:
+        """Somebody stored or found it."""
+        with self._lock:
+            self.touched[version.ns] = time.monotonic(), version.nbytes
+
+    def since(self, when: float, stored: int) -> int:
+        """Bytes used or stored since a use at this time and with this `stored`."""
+        with self._lock:
+            return self.stored - stored + sum(nbytes for at, nbytes in self.touched.values() if at >= when - ANSWERED)
+
     def may_be_gone(self, uses: deque[tuple[float, int]]) -> bool:
         """Whether a prefix with these uses may have been evicted."""
         kills = self.kills
         for when, stored in reversed(uses):
             if not any(when <= kill < when + RECENT for kill in kills):
-                return self.stored - stored > self.cap // 2
+                return self.since(when, stored) > self.cap // 2
         return True
 
 
@@ -157,6 +171,7 @@ class Prefix:
             self.may = {outcome}
         if outcome is not None:
             self.used(pressure)
+            pressure.touch(outcome)
 
     def used(self, pressure: Pressure) -> None:
         """It was asked for, and there."""
@@ -166,7 +181,7 @@ class Prefix:
         """What there is to know about its last uses."""
         now, uses = time.monotonic(), list(self.uses)[-4:]
         when = ", ".join(
-            f"{now - at:.1f} s and {(pressure.stored - held) >> 20} MiB ago" for at, held in reversed(uses)
+            f"{now - at:.1f} s and {pressure.since(at, held) >> 20} MiB ago" for at, held in reversed(uses)
         )
         kills = ", ".join(f"{now - at:.1f} s" for at in pressure.kills[:-6:-1])
         return f"used {when or 'never'}; kills {kills or 'none'} ago"

@@ -210,7 +210,10 @@ class Worker(threading.Thread):
         digest = info.partition(b"\r\ndigest:")[2].partition(b"\r\n")[0].decode()
         last = next(prefix.number for prefix in self.shared.prefixes if prefix.ns == ns)
         numbers = (number for number in range(last, 0, -1) if Version(ns, number).digest == digest)
-        return next(numbers, -1)
+        number = next(numbers, -1)
+        if number > 0:
+            self.shared.pressure.touch(Version(ns, number))
+        return number
 
     def lookup(self) -> None:
         """Whether it is there."""

@@ -1,0 +1,127 @@
+"""Large values under appendfsync always: their file is written while they are received."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.plane import frame
+from tests.support.process import Process
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    with Process(tmp_path / "data", "--appendfsync", "always") as running:
+        yield running
+
+
+def connect(process: Process) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", process.port))
+    sock.settimeout(30)
+    return sock
+
+
+def read(sock: socket.socket, size: int) -> bytes:
+    out = bytearray()
+    while len(out) < size:
+        got = sock.recv(size - len(out))
+        assert got, f"closed after {bytes(out[:100])!r}"
+        out += got
+    return bytes(out)
+
+
+def value_of(sock: socket.socket, key: str, value: bytes) -> None:
+    sock.sendall(frame("GET", key))
+    want = b"$%d\r\n%s\r\n" % (len(value), value)
+    assert read(sock, len(want)) == want
+
+
+def files(process: Process) -> list[Path]:
+    return sorted((process.directory / "blob").iterdir())
+
+
+@pytest.mark.parametrize("size", [MIB, MIB + 1, 3 * MIB - 1, 3 * MIB, 5 * MIB + 77])
+def test_a_value_that_comes_in_pieces_survives_a_kill(process: Process, size: int) -> None:
+    value = os.urandom(size)
+    message = frame("SET", "k", value)
+    with connect(process) as sock:
+        at = 0
+        for piece in (10, 40_000, 1, MIB, 300_000, MIB - 1, 2, 5 * MIB):
+            sock.sendall(message[at : at + piece])
+            at += piece
+            time.sleep(0.02)  # the connection goes home in between
+        assert read(sock, 5) == b"+OK\r\n"
+    process.kill()
+    process.start()
+    with connect(process) as sock:
+        value_of(sock, "k", value)
+
+
+def test_values_and_replies_in_one_go(process: Process) -> None:
+    """Replies of commands before it leave while a value comes; whoever sends without reading is not stuck."""
+    one, two = os.urandom(6 * MIB), os.urandom(4 * MIB + 3)
+    with connect(process) as sock:
+        sock.sendall(frame("SET", "one", one))
+        assert read(sock, 5) == b"+OK\r\n"
+        sock.sendall(frame("GET", "one") * 4 + frame("SET", "two", two) + frame("GET", "two") + frame("PING"))
+        big = b"$%d\r\n%s\r\n" % (len(one), one)
+        assert read(sock, 4 * len(big) + 5) == 4 * big + b"+OK\r\n"
+        assert read(sock, len(two) + 12) == b"$%d\r\n%s\r\n" % (len(two), two)
+        assert read(sock, 7) == b"+PONG\r\n"
+
+
+def test_half_a_value_leaves_nothing(process: Process) -> None:
+    value = os.urandom(4 * MIB)
+    with connect(process) as other:
+        other.sendall(frame("SET", "k", "old"))
+        assert read(other, 5) == b"+OK\r\n"
+        for part in (200, MIB // 2, 3 * MIB + 5):
+            with connect(process) as sock:
+                sock.sendall(frame("SET", "k", value)[:part])
+                time.sleep(0.1)
+        end = time.monotonic() + 20
+        while files(process) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert files(process) == []
+        value_of(other, "k", b"old")
+        other.sendall(frame("SET", "k", value))
+        assert read(other, 5) == b"+OK\r\n"
+        value_of(other, "k", value)
+
+
+def test_a_kill_in_the_middle_leaves_nothing(process: Process) -> None:
+    with connect(process) as sock:
+        sock.sendall(frame("SET", "k", "old"))
+        assert read(sock, 5) == b"+OK\r\n"
+        sock.sendall(frame("SET", "k", os.urandom(4 * MIB))[: 3 * MIB])
+        end = time.monotonic() + 20
+        while not files(process) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(files(process)) == 1
+        process.kill()
+    process.start()
+    assert files(process) == []
+    with connect(process) as sock:
+        value_of(sock, "k", b"old")
+
+
+def test_a_file_that_cannot_be_written_is_an_error(process: Process) -> None:
+    value = os.urandom(3 * MIB)
+    with connect(process) as sock:
+        sock.sendall(frame("SET", "k", "old"))
+        assert read(sock, 5) == b"+OK\r\n"
+        shutil.rmtree(process.directory / "blob")
+        sock.sendall(frame("SET", "k", value) + frame("PING"))
+        reply = b""
+        while not reply.endswith(b"+PONG\r\n"):
+            reply += read(sock, 1)
+        assert reply.startswith(b"-"), reply
+        value_of(sock, "k", b"old")
