@@ -316,7 +316,10 @@ def _retire(store: Store, entry: Entry, bad: int) -> bool:
     Readers may hold the file, so it is not cut: the record is marked dead.
     """
     fd = store.fd(entry)
-    old = framing.unpack_header(os.pread(fd, framing.HEADER_SIZE, bad), entry.seed, bad)
+    try:
+        old = framing.unpack_header(os.pread(fd, framing.HEADER_SIZE, bad), entry.seed, bad)
+    except framing.FramingError:  # not even a record any more: somebody wrote over it
+        return False
     last = framing.align_up(bad + old.total_len) >= entry.size
     if entry.writers or not (last or _unsure(store, entry, bad)):
         return False

@@ -85,6 +85,22 @@ def test_b1_a_file_is_changed_under_the_server(server: Process, what: str, after
         assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "HIT"
 
 
+def test_b1_another_file_is_written_over_one_in_place(server: Process) -> None:
+    """Before its rows were read: nothing in it is a record of this entry any more."""
+    server.restart()
+    data = _file(server, "other").read_bytes()
+    with Raw(server.port) as conn:
+        assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "HIT"  # the file is open from here on
+        with _file(server, "ns").open("r+b") as file:
+            file.write(data)
+        reply = _fetch(conn, "ns")
+        assert isinstance(reply, ReplyError), "never other bytes"
+        assert "out of service" in str(reply)
+        assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "MISS"
+        assert _fetch(conn, "other") == OTHER
+    assert "Traceback" not in server.output
+
+
 @pytest.mark.parametrize("what", ["cut", "removed"])
 def test_a_store_into_a_changed_file_is_refused(server: Process, what: str) -> None:
     """What would be acknowledged could not be found again."""
