@@ -57,14 +57,14 @@ typedef struct conn {
     size_t start, end, cap;
     struct resp_parser parser;
     kval *body;                /* SET: the value being received */
-    size_t body_got, body_counted; /* received; in the plane's input_bytes */
+    size_t body_got, body_counted; /* bytes received, and in the plane's input_bytes */
     sink *sink;                /* the streamed argument of the current frame */
     char *early;               /* its bytes that came with the header */
     size_t early_n;
     uint8_t body_ready;        /* body (or sink) is complete and belongs to the frame */
     uint8_t blob;              /* BLOB_*: the file of a large body, written before the log record that names it */
     int blob_dir, blob_durable, blob_fd; /* the descriptor of BLOB_STREAM, -1 until there is something to write */
-    size_t blob_at;
+    size_t blob_at;            /* bytes of the body in its file so far */
     uint64_t blob_id;
     uint32_t blob_crc;
 

@@ -156,6 +156,7 @@ static inline void mover_run(job *item, void *state) {
             break;
         }
         moved += (size_t)out + (size_t)in;
+        if (moved >= MOVER_TURN && body) break; /* the plane counts it */
         if (moved >= MOVER_TURN && jobs_contended(p->movers)) {
             if (m->held) mover__flush(m, c);
             jobs_submit(p->movers, &c->work);

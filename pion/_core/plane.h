@@ -119,11 +119,10 @@ static inline void conn_body_done(plane *p, conn *c) {
     conn_blob(p, c, BLOB_WANTED);
 }
 
-/* `n` bytes of the body are held, or will be by a mover. */
-static inline void conn_count_body(plane *p, conn *c, size_t n) {
-    if (n <= c->body_counted) return;
-    p->input_bytes += n - c->body_counted;
-    c->body_counted = n;
+/* The plane counts what a mover received when the connection is home again. */
+static inline void conn_count_body(plane *p, conn *c) {
+    p->input_bytes += c->body_got - c->body_counted;
+    c->body_counted = c->body_got;
 }
 
 /* A large argument is announced. Values of SET are received where they will stay, streamed ones are Python's to place. */
@@ -146,12 +145,8 @@ static inline void conn_bulk(plane *p, conn *c) {
     c->end -= resp_bulk_take(r, c->in + c->start, c->end - c->start);
     c->body_got = c->body_counted = here;
     p->input_bytes += here;
-    if (here == r->bulk_len) {
-        conn_body_done(p, c);
-    } else if (p->input_bytes + r->bulk_len - here <= p->limits.input_total) {
-        conn_blob(p, c, BLOB_STREAM);
-        if (c->blob == BLOB_STREAM) conn_count_body(p, c, r->bulk_len);
-    }
+    if (here == r->bulk_len) conn_body_done(p, c);
+    else conn_blob(p, c, BLOB_STREAM);
 }
 
 /* Python's answer to WAIT_STREAM: a sink (whose reference is taken over), or NULL to receive the bulk in memory. */
@@ -232,7 +227,7 @@ static inline void conn_run(plane *p, conn *c) {
 /* The body of a SET has grown. */
 static inline void conn_body_got(plane *p, conn *c, size_t n) {
     c->body_got += n;
-    conn_count_body(p, c, c->body_got);
+    conn_count_body(p, c);
     if (c->body_got == c->body->len) conn_body_done(p, c);
 }
 
@@ -257,7 +252,7 @@ static inline ssize_t conn_receive(plane *p, conn *c, int *full) {
         to = c->body->data + c->body_got;
         room = c->body->len - c->body_got;
         if (room > p->limits.slice) room = p->limits.slice;
-        if (c->body_counted < c->body->len && p->input_bytes + room > p->limits.input_total) {
+        if (p->input_bytes + room > p->limits.input_total) {
             conn_fail_room(p, c, -ENOBUFS);
             return 0;
         }
@@ -500,9 +495,15 @@ static inline void plane_take_home(plane *p) {
                 c->body_ready = 1;
                 resp_bulk_done(&c->parser);
             }
-            if (c->body && !c->body_ready && c->body_got == c->body->len) { /* streamed; without a file when that failed */
-                c->body_ready = 1;
-                resp_bulk_done(&c->parser);
+            if (c->body && !c->body_ready) {
+                conn_count_body(p, c);
+                if (c->body_got == c->body->len) { /* without a file when that failed */
+                    c->body_ready = 1;
+                    resp_bulk_done(&c->parser);
+                } else if (p->input_bytes > p->limits.input_total) {
+                    conn_drop_body(c);
+                    conn_fail_room(p, c, -ENOBUFS);
+                }
             }
             if (c->blob == BLOB_WRITTEN) {
                 if (klog_fresh_blob(&p->keyspace->log, c->blob_id)) conn_end(p, c);

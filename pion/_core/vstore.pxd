@@ -66,6 +66,7 @@ cdef class Rows:
     cdef int _take(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
                    uint32_t stride) noexcept nogil
     cdef int _take_record(self, const fr_header *h, uint64_t at) noexcept nogil
+    cdef int _cut(self, const fr_header *h) noexcept nogil
     cdef int _unloose(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count) noexcept nogil
     cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
                   uint32_t stride) except -1

@@ -302,6 +302,15 @@ cdef class Rows:
             rc = self._unloose(h.side, h.layer, h.start, h.count)
         return 0 if rc == 0 else VS_NO_MEMORY if rc == -1 else VS_MISFIT
 
+    cdef int _cut(self, const fr_header *h) noexcept nogil:
+        """Take in a trim, also of a layer without rows: it has been there. As _take_record."""
+        if h.layer >= VS_LAYERS:
+            return VS_MISFIT
+        if self._grow(h.side & 1, h.layer) == NULL:
+            return VS_NO_MEMORY
+        self._trim(h.side & 1, h.layer, h.count)
+        return 0
+
     cdef int _put(self, int side, Py_ssize_t layer, uint32_t start, uint32_t count, uint64_t offset, uint64_t record,
                   uint32_t stride) except -1:
         cdef int rc = self._take(side, layer, start, count, offset, record, stride)
@@ -333,11 +342,8 @@ cdef class Rows:
         self.dead += nbytes
 
     def layers(self, int side) -> int:
-        """One more than the highest layer that holds rows."""
-        cdef int count = max(self.used[side], self.used[side + 2]) if 0 <= side <= 1 else 0
-        while count > 0 and self._tokens(side, count - 1) == 0:
-            count -= 1
-        return count
+        """One more than the highest layer ever stored."""
+        return max(self.used[side], self.used[side + 2]) if 0 <= side <= 1 else 0
 
     def tokens(self, int side, Py_ssize_t layer) -> int:
         """Rows the layer reports, gaps included; 0 for a layer without a store."""
@@ -657,7 +663,9 @@ cdef class Rows:
                     if rc:
                         return rc
                 elif h.kind == VS_TRIM:
-                    self._trim(h.side & 1, h.layer, h.count)
+                    rc = self._cut(h)
+                    if rc:
+                        return rc
                 else:
                     return VS_OTHER
             else:
@@ -795,7 +803,9 @@ cdef class Rows:
                 if rc:
                     return rc
             elif h.kind == VS_TRIM:
-                self._trim(h.side & 1, h.layer, h.count)
+                rc = self._cut(h)
+                if rc:
+                    return rc
             else:
                 return VS_OTHER
             at[0] += fr_total(h)

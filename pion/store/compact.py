@@ -203,6 +203,12 @@ class _Job:
         if os.pwrite(self.target.fileno(), data, 0) != len(data):
             raise OSError(28, os.strerror(28))
         self.at = len(data)
+        for side in range(2):  # rows of no layer say that there was a higher one, which a RESTORE has emptied
+            top = self.plan.layers(side)
+            if top and not self.plan.tokens(side, top - 1):
+                self.at += vstore.write_record(
+                    self.target.fileno(), self.at, self.fresh.seed, kind=layout.TRIM, layer=top - 1, side=side
+                )
 
     def _copy(self, start: int, end: int) -> None:
         collect = loader.Collector(self.fresh)

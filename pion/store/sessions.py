@@ -49,7 +49,7 @@ class SessionInfo:
 
     @property
     def num_layers(self) -> int:
-        """One more than the highest layer that holds rows, or as many as the schema has."""
+        """One more than the highest layer ever stored, or as many as the schema has."""
         return len(self.rows)
 
     @property
@@ -307,7 +307,7 @@ class Sessions:
             return self.find(sid)[2].of(layer)[0]
 
     def num_layers(self, sid: bytes) -> int:
-        """One more than the highest layer that holds rows, or as many as the schema has."""
+        """One more than the highest layer ever stored, or as many as the schema has."""
         with self.store.lock:
             return self._layers(*self.find(sid))
 

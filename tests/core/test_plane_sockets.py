@@ -473,6 +473,36 @@ def test_large_logged_values_get_their_file_before_the_reply(tmp_path):
     os.close(blobs)
 
 
+def test_a3_values_that_movers_receive_are_within_the_budget(tmp_path):
+    """Written while they come, under appendfsync always: counted as they come home, refused over the total."""
+    keyspace = Keyspace(seed=1)
+    (tmp_path / "blobs").mkdir()
+    blobs = os.open(tmp_path / "blobs", os.O_RDONLY)
+    fd = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT, 0o600)
+    keyspace.attach_log(fd, 0, 1, policy="always", blob_fd=blobs)
+    value = os.urandom(40 * MIB)
+    with driven_plane(tmp_path, keyspace=keyspace, limits={"query_buffer_total": 16 * MIB}) as rig:
+        with rig.connect() as sock:
+
+            def send() -> None:
+                with contextlib.suppress(OSError):  # the plane stops reading
+                    sock.sendall(frame("SET", "k", value))
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            assert receive_all(sock).startswith(b"-ERR Protocol error: ")
+            sender.join()
+        rig.until(lambda: rig.plane.stats["input_bytes"] == 0)
+        assert list((tmp_path / "blobs").iterdir()) == []
+        with rig.connect() as sock:
+            ask(sock, b"+OK\r\n", "SET", "k", value[: 12 * MIB])
+            ask(sock, b"$%d\r\n%s\r\n" % (12 * MIB, value[: 12 * MIB]), "GET", "k")
+        rig.until(lambda: rig.plane.stats["input_bytes"] == 0)
+    keyspace.detach_log()
+    os.close(fd)
+    os.close(blobs)
+
+
 def test_other_connections_are_served_during_transfers(rig):
     content = rig.commands.content(64 * MIB)
     with rig.connect() as bulk, rig.connect() as small:

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,13 @@ def files(process: Process) -> list[Path]:
     return sorted((process.directory / "blob").iterdir())
 
 
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("size", [MIB, MIB + 1, 3 * MIB - 1, 3 * MIB, 5 * MIB + 77])
 def test_a_value_that_comes_in_pieces_survives_a_kill(process: Process, size: int) -> None:
     value = os.urandom(size)
@@ -86,11 +93,9 @@ def test_half_a_value_leaves_nothing(process: Process) -> None:
         for part in (200, MIB // 2, 3 * MIB + 5):
             with connect(process) as sock:
                 sock.sendall(frame("SET", "k", value)[:part])
-                time.sleep(0.1)
-        end = time.monotonic() + 20
-        while files(process) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert files(process) == []
+                if part > MIB:
+                    until(lambda: files(process))
+        until(lambda: not files(process))
         value_of(other, "k", b"old")
         other.sendall(frame("SET", "k", value))
         assert read(other, 5) == b"+OK\r\n"
@@ -102,10 +107,7 @@ def test_a_kill_in_the_middle_leaves_nothing(process: Process) -> None:
         sock.sendall(frame("SET", "k", "old"))
         assert read(sock, 5) == b"+OK\r\n"
         sock.sendall(frame("SET", "k", os.urandom(4 * MIB))[: 3 * MIB])
-        end = time.monotonic() + 20
-        while not files(process) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert len(files(process)) == 1
+        until(lambda: files(process))
         process.kill()
     process.start()
     assert files(process) == []
@@ -125,3 +127,17 @@ def test_a_file_that_cannot_be_written_is_an_error(process: Process) -> None:
             reply += read(sock, 1)
         assert reply.startswith(b"-"), reply
         value_of(sock, "k", b"old")
+
+
+def test_announced_values_take_no_room_from_others(process: Process) -> None:
+    """Only what has come counts as half received."""
+    waiting = [connect(process) for _ in range(12)]
+    try:
+        for sock in waiting:
+            sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$536870912\r\n0123456789")
+        with connect(process) as sock:
+            sock.sendall(frame("SET", "k", os.urandom(12 * MIB)))
+            assert read(sock, 5) == b"+OK\r\n"
+    finally:
+        for sock in waiting:
+            sock.close()

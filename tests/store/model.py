@@ -30,7 +30,7 @@ class Side:
 
     @property
     def num_layers(self) -> int:
-        return max((number for number, layer in self.layers.items() if layer.tokens), default=-1) + 1
+        return max(self.layers, default=-1) + 1
 
     def store(self, layer: int, start: int, blob: bytes) -> None:
         """Words in the stored format."""
