@@ -19,6 +19,7 @@ from pion._core import vstore
 from pion._core.stream import FdRef
 from pion.errors import StorageError
 from pion.store import compact, index, layout
+from pion.store.caps import descriptor_cap
 from pion.store.copying import copy_file
 from pion.store.entries import Entry
 from pion.store.store import Store
@@ -28,7 +29,7 @@ _log = logging.getLogger("pion.store")
 FLUSH_THREADS: Final = 32  # a file system's journal serves those who wait at the same time with one commit
 QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
 _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
-_FLUSH_AT_ONCE: Final = 64  # entries; their files are open meanwhile
+_FLUSH_AT_ONCE: Final = 64  # entries at most; their files are open meanwhile
 _NOTHING_LOST: Final = (errno.EMFILE, errno.ENFILE)  # only opening fails with these: no flush has begun
 
 
@@ -146,8 +147,9 @@ class Upkeep:
         work: list[_Flush] = []
         try:
             if store.files.keeps:
-                for i in range(0, len(todo), _FLUSH_AT_ONCE):
-                    self._flush_some(todo[i : i + _FLUSH_AT_ONCE], work)
+                some = min(_FLUSH_AT_ONCE, descriptor_cap())
+                for i in range(0, len(todo), some):
+                    self._flush_some(todo[i : i + some], work)
                 with store.lock:
                     flush = store.with_descriptor(store.index.to_flush) if store.index is not None else None
                 if flush is not None:
