@@ -12,7 +12,7 @@ import pytest
 
 from pion._core import stream, vstore
 from pion.errors import StorageError
-from pion.store import index
+from pion.store import index, layout
 from pion.store.engine import Engine
 
 from .model import F16, words
@@ -94,6 +94,21 @@ def test_b3_a_failed_flush_is_told_to_everybody_and_never_forgotten(
     with Engine(engine.root, ticker=False) as again:
         assert again.lookup(b"ns")
         again.commit()
+
+
+def test_commit_goes_on_without_a_removed_file(engine: Engine) -> None:
+    """Of an entry whose descriptor was given back: it goes out of service, and the others are flushed."""
+    fill(engine, b"ns")
+    fill(engine, b"other")
+    with engine._store.lock:
+        for _ in range(2):
+            engine._store.spare_descriptors()
+    assert engine.root is not None
+    (engine.root / layout.entry_path(layout.PREFIX + b"ns")).unlink()
+    engine.commit()
+    assert engine.info()["wal_bytes"] == 0
+    assert not engine.lookup(b"ns")
+    assert engine.lookup(b"other")
 
 
 def test_always_flushes_before_it_answers(tmp_path: Path, flushes: list[int]) -> None:
