@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,7 +228,7 @@ def test_a_header_that_never_reached_the_medium_ends_the_file(
 def test_the_index_is_rewritten_while_the_store_is_used(engine: Engine, tmp_path: Path) -> None:
     """Nothing that happens during a rewrite is lost, whichever file it found first."""
     for i in range(600):
-        engine.register(b"p%d" % i, 8, F16)
+        engine.register(b"p%d" % i, 8, FORMATS["fp16"])
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -264,33 +266,55 @@ def test_a_bloated_index_shrinks(engine: Engine) -> None:
     assert engine._store.index.size < 4096
 
 
-@pytest.fixture(params=[160, 40])
-def few_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Room for so many files more."""
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """Room for some hundred files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = len(os.listdir("/dev/fd")) + request.param  # numbers are given out from the smallest that is free
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/dev/fd")) + 160, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.usefixtures("few_descriptors")
 def test_commit_needs_few_descriptors(tmp_path: Path) -> None:
-    """Entries are flushed in batches: hundreds can be dirty where not so many files may be open.
-
-    A start after a kill, which opens what was dirty, leaves descriptors for what comes after it.
-    """
+    """Entries are flushed in batches: hundreds can be dirty where not so many files may be open."""
     with Engine(tmp_path / "data", ticker=False) as engine:
         blob = fill(engine, b"p0")
         for i in range(1, 400):
             fill(engine, b"p%d" % i, layers=1)
         engine.commit()
         assert engine.info()["wal_bytes"] == 0
-        crash(engine.root, tmp_path / "killed")
     stream.drain()  # its files are closed in the background
-    with Engine(tmp_path / "killed", ticker=False) as again:
+    with Engine(tmp_path / "data", ticker=False) as again:
         assert all(again.lookup(b"p%d" % i) for i in range(400))
         assert fetched(again, b"p0_pk", 0, 16, native=True) == blob
+
+
+_FEW = """
+import os, resource, sys
+from pion.limits import FORMATS
+from pion.store.engine import Engine
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+engine = Engine(sys.argv[1], ticker=False)
+for i in range(100):
+    if sys.argv[2] == "again":
+        assert engine.lookup(b"p%d" % i), i
+        continue
+    engine.register(b"p%d" % i, 8, FORMATS["fp16"])
+    for side in (b"_pk", b"_pv"):
+        engine.v_store(b"p%d" % i + side, 0, 0, 1, bytes(16), "F16")
+if sys.argv[2] == "commit":
+    engine.commit()
+os._exit(0)
+"""
+
+
+def test_a_process_of_48_descriptors(tmp_path: Path) -> None:
+    """A flush, and a start after a kill, which opens what was dirty, leave descriptors for what comes after them."""
+    for step in ("fill", "commit", "again"):
+        done = subprocess.run([sys.executable, "-c", _FEW, tmp_path / "data", step], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("few_descriptors")
