@@ -228,7 +228,7 @@ def test_a_header_that_never_reached_the_medium_ends_the_file(
 def test_the_index_is_rewritten_while_the_store_is_used(engine: Engine, tmp_path: Path) -> None:
     """Nothing that happens during a rewrite is lost, whichever file it found first."""
     for i in range(600):
-        engine.register(b"p%d" % i, 8, FORMATS["fp16"])
+        engine.register(b"p%d" % i, 8, F16)
     stop = threading.Event()
     errors: list[BaseException] = []
 
