@@ -476,7 +476,7 @@ cdef class PlaneBase:
         return 0
 
     cdef int _reply_late(self, cconn *c, object value) except -1:
-        """The same, after PENDING: it counts as a write if the log was written to meanwhile and has records to write."""
+        """The same, after PENDING: a write, if the log got records meanwhile and still has some to write."""
         if ks_log_pending(self.p.keyspace) and ks_log_position(self.p.keyspace) != c.log_at:
             conn_wrote(c, c.out.queued)
         return self._reply(c, value)

@@ -184,7 +184,7 @@ def _read(store: Store, entry: Entry) -> None:
 
 
 def _shortened(store: Store, entry: Entry) -> None:
-    """Records are missing that had been on the medium: no crash takes those. What is left was acknowledged, and counts."""
+    """Records are missing that had been on the medium: no crash takes those. What is left counts."""
     store.shortened += 1
     text = "entry %r: %s has %d bytes of records, of %d that had been flushed: what followed is lost"
     log.error(text, entry.name, entry.path, entry.size, entry.synced)
