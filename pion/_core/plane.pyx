@@ -63,7 +63,8 @@ cdef class Plane(PlaneBase):
 
     Args:
         keyspace: what the fast commands work on.
-        handler: `handler(conn, argv) -> reply value | PENDING | SOON`; argv holds bytes, and a Sink where one was opened.
+        handler: `handler(conn, argv) -> reply value | PENDING | SOON`; argv holds bytes, and a
+            Sink where one was opened.
         stream_open: `stream_open(conn, argv_so_far, nbytes) -> Sink | None` for the argument of a command in `streams`.
         fast_table: (FAST_*, NAME, arity, flags) of the commands that may run in C.
         streams: (NAME, index) of arguments that may be received straight into a file.

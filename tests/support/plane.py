@@ -38,7 +38,8 @@ def frame(*parts: bytes | str | int) -> bytes:
 
 
 class Commands:
-    """FILE offset n | ZEROS n | STORE blob name | LATER | SOON | FAIL | WRONG | ARGS ... | PYSET k v | QUIT | PROTO n."""
+    """FILE offset n | ZEROS n | STORE blob name | LATER | SOON | FAIL | WRONG | ARGS ... |
+    PYSET k v | QUIT | PROTO n."""
 
     def __init__(self, directory: Path, keyspace: Keyspace) -> None:
         self.directory = directory
