@@ -26,6 +26,7 @@
 #define CONN_SHARED (64u * 1024)
 #define CONN_FIRST (16u * 1024)
 #define CONN_LINGER_BYTES (16u * 1024 * 1024)
+#define CONN_HOLD (16u * 1024) /* bytes of replies that may wait for the next one */
 #define FAST_SLOTS 64
 
 enum { AT_HOME = 0, AT_MOVER, AT_END };
@@ -45,6 +46,9 @@ typedef struct conn {
     uint8_t eof;               /* the peer sends no more */
     uint8_t hup;               /* ... seen while input was not wanted */
     uint8_t pending;           /* a reply comes later; no further frame is parsed */
+    uint8_t soon;              /* ... soon: what is queued leaves together with it */
+    uint8_t holding;           /* output waits for the reply that follows it */
+    uint8_t noisy;             /* input came while none was wanted */
     uint8_t stalled;           /* output at its bounds; no further frame is parsed */
     uint8_t full, dry;         /* a mover found the socket full / without input: it waits for an event */
     uint8_t in_slow, in_ready, touched, borrowed;
@@ -69,7 +73,9 @@ typedef struct conn {
     uint32_t blob_crc;
 
     outq out;
-    uint64_t mark;             /* out.queued before this batch */
+    uint64_t mark;             /* out.queued before the reply to the first write of this batch */
+    size_t replies;            /* queued since then */
+    uint64_t log_at;           /* position of the log when Python got the current frame */
     uint64_t progress_ns;      /* last time output moved */
     uint64_t linger_ns;
     size_t lingered;
@@ -206,8 +212,15 @@ static inline void plane_touch(plane *p, conn *c) {
     if (c->touched) return;
     c->touched = 1;
     c->wrote = 0;
-    c->mark = c->out.queued;
     p->touched.items[p->touched.n++] = c;
+}
+
+/* A command logged something; its reply, and those that follow it, begin at `queued`. */
+static inline void conn_wrote(conn *c, uint64_t queued) {
+    if (c->wrote) return;
+    c->wrote = 1;
+    c->mark = queued;
+    c->replies = 0;
 }
 
 /* ---- the input window ------------------------------------------------------------------------------------------------- */

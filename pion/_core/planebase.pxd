@@ -17,6 +17,7 @@ cdef class PlaneBase:
     cdef dict conns
     cdef dict inboxes
     cdef int depth
+    cdef bint woken
 
     cdef Conn _new(self, int fd, str peer, str laddr)
     cdef cconn *_open(self, Conn conn) except NULL
@@ -26,6 +27,8 @@ cdef class PlaneBase:
     cdef int _place_stream(self, cconn *c, Conn owner) except -1
     cdef int _run_frame(self, cconn *c, Conn owner) except -1
     cdef int _go_on(self, cconn *c) except -1
+    cdef int _reply(self, cconn *c, object value) except -1
+    cdef int _reply_late(self, cconn *c, object value) except -1
     cdef int _queue(self, cconn *c, object value) except -1
     cdef int _queue_bytes(self, cconn *c, bytes data) except -1
     cdef int _deliver(self, cconn *c, Conn owner) except -1

@@ -9,7 +9,7 @@ import numpy as np
 
 from pion.client.connection import Flight, Steps
 from pion.client.namespace import hash_blocks
-from pion.errors import CommandError
+from pion.errors import CommandError, utf8
 
 __all__ = ["BLOCK", "Explanation", "block_table", "explain"]
 
@@ -50,9 +50,8 @@ def explain(namespace: str, digest: str, ids: np.ndarray[Any, Any]) -> Steps[Exp
         digest: of the ids and the model.
         ids: (tokens,) u4.
     """
-    why, table, info = yield Flight(
-        [["KV.PREFIX.WHY", namespace], ["KV.PREFIX.BLOCKS", namespace], ["V.INFO", f"{namespace}_pk"]]
-    )
+    name = utf8(namespace, "the namespace")
+    why, table, info = yield Flight([["KV.PREFIX.WHY", name], ["KV.PREFIX.BLOCKS", name], ["V.INFO", name + b"_pk"]])
     if not isinstance(why, bytes | str):
         raise CommandError(str(why))
     reason = why.decode() if isinstance(why, bytes) else why

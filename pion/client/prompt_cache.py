@@ -33,7 +33,7 @@ from pion.client.namespace import make_namespace, token_array
 from pion.client.pool import Pool
 from pion.client.raw import RawCommands
 from pion.client.seam import split_at_seam
-from pion.errors import AuthenticationError, CommandError, MismatchError
+from pion.errors import AuthenticationError, CommandError, MismatchError, utf8
 from pion.limits import DEFAULT_PORT, MAX_NAMESPACE, MAX_PREFILL_MS
 
 __all__ = ["PionPromptCache"]
@@ -181,7 +181,7 @@ class PionPromptCache:
             raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
         if not isinstance(namespace, str):
             raise TypeError(f"a namespace is a str, not {type(namespace).__name__}; make_namespace() makes one")
-        if not 1 <= len(namespace.encode()) <= MAX_NAMESPACE:
+        if not 1 <= len(utf8(namespace, "the namespace")) <= MAX_NAMESPACE:
             raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
         digest = prefix_digest(model_identity(self.model), ids)
 

@@ -20,7 +20,7 @@ from pion.client.errors import IncompleteError
 from pion.client.formats import KEPT, Sides, described, registration
 from pion.client.receive import Receiver
 from pion.client.restore import Restorer
-from pion.errors import CommandError, MismatchError
+from pion.errors import CommandError, MismatchError, utf8
 
 __all__ = ["Rows", "fetch", "lookup", "packed", "register", "send"]
 
@@ -36,7 +36,7 @@ def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Ste
     Raises:
         MismatchError: it is there for another digest.
     """
-    command: list[Any] = ["KV.PREFIX.LOOKUP", namespace, *(["DIGEST", digest] if digest else [])]
+    command: list[Any] = ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
     found, *about = yield Flight([command, *(_infos(namespace) if describe else ())])
     raise_first([found])
     return found == "HIT", about
@@ -174,4 +174,5 @@ def _infos(namespace: str) -> list[Command]:
 
 
 def _sids(namespace: str) -> tuple[bytes, bytes]:
-    return namespace.encode() + b"_pk", namespace.encode() + b"_pv"
+    name = utf8(namespace, "the namespace")
+    return name + b"_pk", name + b"_pv"

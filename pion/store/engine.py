@@ -383,6 +383,7 @@ class Engine(SessionMethods, PrefixMethods):
                 "vstore_expired": store.expired,
                 "vstore_pinned": len(store.order.pins),
                 "vstore_leased": len(store.order.leases),
+                "vstore_shortened": store.shortened,
             }
 
     def set_aside(self) -> list[str]:

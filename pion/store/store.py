@@ -89,6 +89,7 @@ class Store(Caps):
         self.changes = 0  # entries that came or went
         self.evictions = 0
         self.quarantined = 0
+        self.shortened = 0  # entries that lost records which had been flushed
         self.flushes = 0  # FLUSHes since the start: a file found after one is not taken in
         self.power_cut = False  # before this start: what was not flushed may be anything
         self.appended = 0  # records since the start or the last SAVE
