@@ -26,7 +26,6 @@
 #define CONN_SHARED (64u * 1024)
 #define CONN_FIRST (16u * 1024)
 #define CONN_LINGER_BYTES (16u * 1024 * 1024)
-#define CONN_HOLD (16u * 1024) /* bytes of replies that may wait for the next one */
 #define FAST_SLOTS 64
 
 enum { AT_HOME = 0, AT_MOVER, AT_END };
@@ -46,9 +45,6 @@ typedef struct conn {
     uint8_t eof;               /* the peer sends no more */
     uint8_t hup;               /* ... seen while input was not wanted */
     uint8_t pending;           /* a reply comes later; no further frame is parsed */
-    uint8_t soon;              /* ... soon: what is queued leaves together with it */
-    uint8_t holding;           /* output waits for the reply that follows it */
-    uint8_t noisy;             /* input came while none was wanted */
     uint8_t stalled;           /* output at its bounds; no further frame is parsed */
     uint8_t full, dry;         /* a mover found the socket full / without input: it waits for an event */
     uint8_t in_slow, in_ready, touched, borrowed;

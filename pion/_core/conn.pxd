@@ -45,7 +45,6 @@ cdef extern from "plane.h" nogil:
         uint8_t waiting
         uint8_t eof
         uint8_t pending
-        uint8_t soon
         uint8_t stalled
         uint8_t wrote
         uint64_t log_at

@@ -373,13 +373,9 @@ static inline int conn_put_extents(plane *p, conn *c, extents *e) {
 
 static inline void conn_want(plane *p, conn *c) {
     int want = 0;
-    if (conn_wants_input(c) || conn_streams(c)) {
-        want |= EV_IN;
-        c->noisy = 0;
-    } else if (c->pending && !c->noisy) {
-        want |= c->interest & EV_IN; /* most clients send no more before they are answered: do not toggle for them */
-    } else if (c->waiting) want |= c->interest & EV_IN; /* answered within this batch: do not toggle */
-    if (!outq_empty(&c->out) && !c->holding) want |= EV_OUT;
+    if (conn_wants_input(c) || conn_streams(c)) want |= EV_IN;
+    else if (c->waiting) want |= c->interest & EV_IN; /* answered within this batch: do not toggle */
+    if (!outq_empty(&c->out)) want |= EV_OUT;
     if (!(want & EV_IN) && c->pending && !c->hup) want |= EV_HUP;
     if (want == c->interest) return;
     if (ev_set(&p->ev, c->fd, c, c->interest, want) < 0) {
@@ -402,13 +398,6 @@ static inline void conn_linger(plane *p, conn *c) {
     conn_drop_window(c);
 }
 
-/* Whether replies wait for the next one, so that both leave in one packet and wake the client once: Python's turn is next,
- * or it said that the reply comes soon (plane_tick ends that). */
-static inline int conn_holds(conn *c) {
-    if (c->closing || c->eof || outq_empty(&c->out) || c->out.ram > CONN_HOLD || outq_starts_with_file(&c->out)) return 0;
-    return c->pending ? c->soon : c->waiting == WAIT_FRAME && !c->holding;
-}
-
 /* Send what may leave, decide who serves the connection next and what it waits for. */
 static inline void conn_settle(plane *p, conn *c) {
     if (c->where != AT_HOME) return;
@@ -417,8 +406,7 @@ static inline void conn_settle(plane *p, conn *c) {
         return;
     }
     outq_drop_empty(&c->out, &p->spares);
-    c->holding = c->fd >= 0 && conn_holds(c);
-    if (c->fd >= 0 && c->closing != CLOSE_LINGER && !c->holding) {
+    if (c->fd >= 0 && c->closing != CLOSE_LINGER) {
         size_t moved = 0;
         while (!outq_empty(&c->out) && !outq_starts_with_file(&c->out) && moved < p->limits.slice) {
             ssize_t sent = outq_send(&c->out, &p->spares, c->fd, p->limits.slice - moved);
@@ -439,7 +427,7 @@ static inline void conn_settle(plane *p, conn *c) {
         }
     }
     outq_collect(&c->out, &p->pydead);
-    if (outq_empty(&c->out) || c->holding) c->progress_ns = p->now_ns;
+    if (outq_empty(&c->out)) c->progress_ns = p->now_ns;
     if (c->stalled && !conn_output_full(c)) {
         c->stalled = 0;
         plane_push_ready(p, c);
@@ -544,8 +532,6 @@ static inline void conn_event(plane *p, conn *c, int what) {
     } else if (what & EV_ERR) {
         conn_end(p, c);
         return;
-    } else if (what & EV_IN) {
-        c->noisy = 1;
     }
     if (what & EV_HUP && c->where == AT_HOME && !(c->interest & EV_IN)) c->hup = 1;
     if (c->where == AT_HOME) plane_touch(p, c);
@@ -603,13 +589,6 @@ static inline void plane_tick(plane *p) {
         conn *c = p->all.items[i];
         if (c->where != AT_HOME || c->fd < 0) continue;
         output += c->out.ram;
-        if (c->soon > 1) { /* it is not that soon */
-            c->soon = c->holding = 0;
-            conn_want(p, c);
-        } else if (c->soon) {
-            c->soon = 2;
-        }
-        if (c->where != AT_HOME) continue;
         if (c->closing == CLOSE_LINGER) {
             if (p->now_ns > c->linger_ns) conn_end(p, c);
         } else if (!outq_empty(&c->out) && p->now_ns - c->progress_ns > p->limits.send_timeout_ns) {

@@ -6,7 +6,6 @@ from typing_extensions import Buffer
 
 from pion._core.conn import Conn as Conn
 from pion._core.planebase import PENDING as PENDING
-from pion._core.planebase import SOON as SOON
 from pion._core.planebase import PlaneBase
 
 FAST_PING: int

@@ -21,10 +21,10 @@ from pion._core.conn cimport *
 from pion._core.planebase cimport PlaneBase
 from pion._core.stream cimport extents_read, scratch, scratch_free
 
-from pion._core.planebase import PENDING, SOON
+from pion._core.planebase import PENDING
 
 __all__ = ["Conn", "FAST_DEL", "FAST_ECHO", "FAST_EXISTS", "FAST_GET", "FAST_INCR", "FAST_MEMBERSHIP", "FAST_MGET",
-           "FAST_PING", "FAST_SET", "FLAG_DENYOOM", "FLAG_WRITE", "PENDING", "SOON", "Plane"]
+           "FAST_PING", "FAST_SET", "FLAG_DENYOOM", "FLAG_WRITE", "PENDING", "Plane"]
 
 
 cdef extern from "plane.h" nogil:
@@ -63,8 +63,7 @@ cdef class Plane(PlaneBase):
 
     Args:
         keyspace: what the fast commands work on.
-        handler: `handler(conn, argv) -> reply value | PENDING | SOON`; argv holds bytes, and a
-            Sink where one was opened.
+        handler: `handler(conn, argv) -> reply value | PENDING`; argv holds bytes, and a Sink where one was opened.
         stream_open: `stream_open(conn, argv_so_far, nbytes) -> Sink | None` for the argument of a command in `streams`.
         fast_table: (FAST_*, NAME, arity, flags) of the commands that may run in C.
         streams: (NAME, index) of arguments that may be received straight into a file.

@@ -17,7 +17,6 @@ cdef class PlaneBase:
     cdef dict conns
     cdef dict inboxes
     cdef int depth
-    cdef bint woken
 
     cdef Conn _new(self, int fd, str peer, str laddr)
     cdef cconn *_open(self, Conn conn) except NULL

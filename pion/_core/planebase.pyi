@@ -12,10 +12,6 @@ class _Pending:
 
 PENDING: _Pending
 
-class _Soon: ...
-
-SOON: _Soon
-
 class PlaneBase:
     fast_enabled: bool
     on_close: Callable[[Conn], object] | None

@@ -17,7 +17,7 @@ from pion._core.stream cimport Extents, Sink, scratch, scratch_free, sink_done, 
 
 from pion._core.resp import OK, Err, register_stream_type
 
-__all__ = ["PENDING", "SOON", "PlaneBase"]
+__all__ = ["PENDING", "PlaneBase"]
 
 cdef object log = logging.getLogger("pion.plane")
 
@@ -33,19 +33,8 @@ class _Pending:
         return "PENDING"
 
 
-class _Soon:
-    """The same for a reply that is due within milliseconds: those before it wait for it, two ticks at most."""
-
-    __slots__ = ()
-
-    def __repr__(self):
-        return "SOON"
-
-
 PENDING = _Pending()
-SOON = _Soon()
 cdef object pending = PENDING
-cdef object soon = SOON
 cdef object internal_error = Err(b"ERR internal error")
 cdef object CLOSE = object()    # in an inbox: close after what stands before it
 
@@ -299,9 +288,7 @@ cdef class PlaneBase:
         """Something was changed from outside: have the next batch run soon."""
         if self.depth == 0:
             self._housekeeping()
-            if not self.woken:
-                self.woken = True
-                ev_wake(&self.p.ev)
+            ev_wake(&self.p.ev)
         return 0
 
     # --- the batch ------------------------------------------------------------------------------------------------
@@ -314,7 +301,6 @@ cdef class PlaneBase:
         if self.p == NULL:
             raise RuntimeError("the plane is closed")
         until = ev_now_ns() + self.p.limits.batch_ns
-        self.woken = False
         self.depth += 1
         try:
             while True:
@@ -447,8 +433,7 @@ cdef class PlaneBase:
             return 0
         if ks_log_pending(self.p.keyspace) != logged:
             conn_wrote(c, c.out.queued)
-        if value is pending or value is soon:
-            c.soon = c.pending and value is soon
+        if value is pending:
             return 0
         if not c.pending:
             raise RuntimeError("the handler both resumed and answered")
@@ -484,7 +469,7 @@ cdef class PlaneBase:
     cdef int _reply(self, cconn *c, object value) except -1:
         """Queue the reply to the current frame; a value without an encoding is none."""
         cdef uint64_t queued = c.out.queued
-        c.pending = c.soon = 0
+        c.pending = 0
         self._queue(c, value)
         if c.out.queued != queued:
             c.replies += 1

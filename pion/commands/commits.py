@@ -6,14 +6,13 @@ before a flush began when it is over.
 
 Writers that were answered together ask again together, a moment later. If the next flush began at once, the first of
 them would have it for itself and the others wait for two. So it begins after a pause of a third of the last one's
-duration, or as soon as as many wait as were just answered; a lone writer never waits.
+duration when fewer wait than were just answered; a lone writer never waits.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator
 from types import CoroutineType
@@ -75,8 +74,6 @@ class GroupCommit:
     def __init__(self) -> None:
         self._waiting: list[Flushed] = []
         self._running = False
-        self._wanted = 0  # how many have to wait for the pause to end
-        self._full = threading.Event()
 
     def later(self, ctx: Context, value: Any) -> Any:
         """The reply `value`, due when everything acknowledged before is on stable storage; an error if it is not."""
@@ -85,8 +82,6 @@ class GroupCommit:
             return _alone(ctx, value)
         reply = Flushed(value, server.new_event)
         self._waiting.append(reply)
-        if len(self._waiting) == self._wanted:
-            self._full.set()
         if not self._running:
             self._running = True
             server.spawn(functools.partial(self._flush, ctx))
@@ -97,10 +92,7 @@ class GroupCommit:
             answered, took = 1, 0.0
             while self._waiting or answered > 1:
                 if len(self._waiting) < answered and answered > 1:
-                    self._full.clear()
-                    self._wanted = answered
-                    await ctx.in_thread(self._full.wait, min(PAUSE_MOST, took / 3))
-                    self._wanted = 0
+                    await ctx.in_thread(time.sleep, min(PAUSE_MOST, took / 3))
                 # What they wait for is in the log: it was written before this task got its turn.
                 turn, self._waiting = self._waiting, []
                 answered = len(turn)

@@ -22,7 +22,7 @@ from typing import Any
 import trio
 
 from pion import errors, limits
-from pion._core.plane import PENDING, SOON, Conn, Plane
+from pion._core.plane import PENDING, Conn, Plane
 from pion.auth import Authenticator
 from pion.commands import Dispatcher, ServerState, table
 from pion.commands.commits import Flushed
@@ -187,7 +187,7 @@ class Server:
             return PENDING
         if type(value) is Flushed:
             value.deliver = partial(self.plane.resume, conn)
-            return SOON
+            return PENDING
         return value
 
     async def _finish(self, conn: Conn, work: Coroutine[Any, Any, Any]) -> None:

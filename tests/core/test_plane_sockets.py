@@ -48,31 +48,6 @@ def test_commands_through_both_doors(rig, tcp):
         assert receive(sock, len(expect)) == expect
 
 
-def test_replies_wait_for_one_that_comes_soon_and_leave_together(rig):
-    """On a slow machine two ticks may pass before it comes; then they leave alone."""
-    held = []
-    with rig.connect() as sock:
-        while 5 not in held:
-            assert len(held) < 20, "the first reply left by itself every time"
-            rig.commands.later.clear()
-            sock.sendall(frame("SET", "a", "1") + frame("SOON"))
-            rig.until(lambda: rig.commands.later)
-            (conn,) = rig.commands.later
-            held.append(rig.call(lambda conn=conn: (conn.output_bytes, rig.plane.resume(conn, 7))[0]))
-            assert receive(sock, 9) == b"+OK\r\n:7\r\n"
-        ask(sock, b"+PONG\r\n", "PING")
-
-
-def test_a_reply_that_does_not_come_that_soon_holds_up_nobody(rig):
-    with rig.connect() as sock:
-        sock.sendall(frame("SET", "a", "1") + frame("SOON"))
-        assert receive(sock, 5) == b"+OK\r\n"  # two ticks later
-        (conn,) = rig.commands.later
-        sock.sendall(frame("PING"))  # arrives while nothing more is read
-        rig.call(lambda: rig.plane.resume(conn, 7))
-        assert receive(sock, 11) == b":7\r\n+PONG\r\n"
-
-
 def test_byte_by_byte(rig):
     with rig.connect() as sock:
         for byte in frame("SET", "a", "1") + frame("ARGS", "x") + frame("GET", "a"):

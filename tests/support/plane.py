@@ -15,7 +15,7 @@ from typing import Any
 
 from pion._core import plane as core
 from pion._core.keyspace import Keyspace
-from pion._core.plane import PENDING, SOON, Conn, Plane
+from pion._core.plane import PENDING, Conn, Plane
 from pion._core.resp import OK, Err
 from pion._core.stream import Extents, FdRef, Sink
 
@@ -38,8 +38,7 @@ def frame(*parts: bytes | str | int) -> bytes:
 
 
 class Commands:
-    """FILE offset n | ZEROS n | STORE blob name | LATER | SOON | FAIL | WRONG | ARGS ... |
-    PYSET k v | QUIT | PROTO n."""
+    """FILE offset n | ZEROS n | STORE blob name | LATER | FAIL | WRONG | ARGS ... | PYSET k v | QUIT | PROTO n."""
 
     def __init__(self, directory: Path, keyspace: Keyspace) -> None:
         self.directory = directory
@@ -87,9 +86,6 @@ class Commands:
         if name == b"LATER":
             self.later.append(conn)
             return PENDING
-        if name == b"SOON":
-            self.later.append(conn)
-            return SOON
         if name == b"FAIL":
             raise ValueError("on purpose")
         if name == b"WRONG":
