@@ -7,7 +7,7 @@ The structure is described in prefixtree.h; the readable twin is `pion.ref.prefi
 import os
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t
 from libc.stdlib cimport free, malloc
 
 __all__ = ["MAX_FOUND", "PrefixTree"]
