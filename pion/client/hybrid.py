@@ -1,0 +1,488 @@
+"""`HybridRetrievalCache`: the K/V of retrieved chunks, put together for each question instead of computed.
+
+    hr = HybridRetrievalCache(model)
+    hr.set_shared_stub(stub_ids)                                       # "Answer from the passages:", with <bos>
+    hr.ingest_pack("eiffel", eiffel_ids)                               # once per passage
+    cache, rest = hr.prepare_multi(["louvre", "eiffel"], question_ids) # per question, in any order
+    text = generate(model, tok, prompt=rest, prompt_cache=cache)
+
+A pack is computed behind the stub and moved to where it stands in the prompt, which is exact for its own positions.
+What a pack does not know is the packs before it: the answers are those of a model that reads each passage alone.
+`self_check` measures how much that costs. Without a stub, `ingest` and `prepare` do the same for one chunk that opens
+the prompt, where nothing is moved and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl as tls
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from pion.client import agreement, caches
+from pion.client.agreement import Agreement, Sample
+from pion.client.identity import model_identity, prefix_digest
+from pion.client.namespace import token_array
+from pion.client.packs import Entry, Manifest, Pack, Rows, assembled, feed, rows_of
+from pion.client.prompt_cache import PionPromptCache
+from pion.client.rotate import Mover, Rope, verified_ropes
+from pion.client.server_packs import ServerPacks
+from pion.limits import DEFAULT_PORT
+
+__all__ = ["HybridRetrievalCache"]
+
+
+class HybridRetrievalCache:
+    """Prompt caches of chunks that were computed before.
+
+    Args:
+        model: an mlx-lm model whose layers all have a plain ``KVCache``. For packs, keys must be movable, see
+            `pion.client.rotate`.
+        backend: ``"inproc"``: K/V stays in this process, in the model's own words. ``"pion"``: on a server.
+        host, port, url, username, password, ssl, timeout: the server, as for `PionPromptCache`.
+        vquant: the stored format of backend ``"pion"``.
+        manifest_path: a JSON file that lists the chunks, for other processes and the next start; see
+            `pion.client.packs`. None: a list in memory.
+
+    Raises:
+        ValueError: an argument is not offered, or the file is no manifest.
+        ImportError: mlx or mlx-lm is missing.
+        PionMlxCompatError: the model keeps its state in other classes; the text names them.
+
+    What a chunk holds is told by a digest of its tokens and of the model, at every use: the same id with other tokens
+    is computed anew, and so is everything after a change of the stub or of the model's weights. Every cache that is
+    handed out is the caller's alone. The object may be shared between threads; it works for one at a time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        backend: str = "inproc",
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        vquant: str = "fp16",
+        manifest_path: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        username: str | None = None,
+        password: str | None = None,
+        ssl: bool | tls.SSLContext | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if backend not in ("inproc", "pion"):
+            raise ValueError(f"backend must be 'inproc' or 'pion', got {backend!r}")
+        self._manifest = Manifest(manifest_path)
+        self._server: ServerPacks | None = None
+        if backend == "pion":
+            pc = PionPromptCache(
+                model, vquant, host, port, url=url, username=username, password=password, ssl=ssl, timeout=timeout,
+                on_mismatch="recompute",
+            )  # fmt: skip
+            self._server = ServerPacks(pc)
+        else:
+            caches.inspect_model(model)
+        self.model = model
+        self.backend: Literal["inproc", "pion"] = "pion" if self._server else "inproc"
+        self.ingest_count = self.hydrate_count = self.hydrate_miss_count = self.reencode_count = 0
+        self.encode_ms_total = self.prepare_ms_total = 0.0
+        self._known: dict[str, Pack] = {}
+        self._stub: Pack | None = None
+        self._ropes: list[Rope | None] | None = None
+        self._refused: str | None = None
+        self._lock = threading.RLock()
+
+    # --- one chunk that opens the prompt --------------------------------------------------------------------------
+
+    def ingest(self, chunk_id: str, token_ids: Any) -> Entry:
+        """Compute the K/V of a chunk, unless these very tokens are known already.
+
+        Args:
+            chunk_id: any text; an id that holds other tokens gets these.
+            token_ids: at least one.
+
+        Returns:
+            The entry of the manifest.
+        """
+        with self._lock:
+            ids = self._checked(token_ids, "the chunk")
+            return self._ingest(chunk_id, ids, 0)
+
+    def prepare(
+        self, chunk_id: str, suffix_ids: Any, chunk_token_count: int | None = None
+    ) -> tuple[list[Any], list[int]]:
+        """A cache that holds a chunk, and what is still to be fed to the model.
+
+        Args:
+            chunk_id: an ingested chunk.
+            suffix_ids: the rest of the prompt. Nothing: the chunk's last token is taken out of the cache and
+                returned instead, since a model needs a token to go on from.
+            chunk_token_count: how many tokens the chunk has, for a process that has no manifest (backend ``"pion"``).
+
+        Raises:
+            KeyError: the chunk is not known, not in this process (``"inproc"``), or not on the server and its tokens
+                are not known either. In a process that ingested it, it is computed again.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            suffix = self._suffix(suffix_ids)
+            entry = self._manifest.get(chunk_id)
+            if entry is not None and "encoded_at" in entry:
+                raise KeyError(
+                    f"{chunk_id!r} is a pack, which stands behind a stub: prepare_multi([{chunk_id!r}], ...)"
+                )
+            pack = self._pack(chunk_id, entry, chunk_token_count)
+            pack = self._current(chunk_id, pack) if chunk_id in self._known else pack
+            if pack.rows is not None:
+                cache = assembled(self.model, [(pack.rows, 0, 0)])
+            else:
+                cache = self._cache(pack, _chunk_namespace(chunk_id))
+            return self._handed_out(cache, suffix, pack.ids, started)
+
+    # --- several ---------------------------------------------------------------------------------------------------
+
+    def set_shared_stub(self, token_ids: Any) -> dict[str, int]:
+        """Compute the instruction that opens every composition; it carries the ``<bos>``, packs do not.
+
+        Packs that were computed behind another stub are computed again when they are used next.
+
+        Returns:
+            ``{"stub_tokens": n}``.
+
+        Raises:
+            PionMlxCompatError: keys of this model cannot be moved; the text says why.
+        """
+        with self._lock:
+            self._movable()
+            ids = self._checked(token_ids, "the stub")
+            digest = self._digest(ids)
+            if self._stub is None or self._stub.digest != digest:
+                if self._server is None:
+                    started = time.perf_counter()
+                    cache = caches.prefill(self.model, ids.tolist(), None)
+                    self.encode_ms_total += (time.perf_counter() - started) * 1e3
+                else:
+                    cache = self._server.pc.get_or_prefill(ids, f"stub_{digest[:32]}")
+                self._stub = Pack(ids, 0, digest, rows_of(cache, 0, len(ids)))
+            return {"stub_tokens": len(ids)}
+
+    def ingest_pack(self, chunk_id: str, token_ids: Any) -> Entry:
+        """Compute the K/V of a chunk behind the stub, unless that was done.
+
+        Args:
+            chunk_id: any text; an id that holds other tokens gets these.
+            token_ids: at least one, encoded with ``add_special_tokens=False``.
+
+        Returns:
+            The entry of the manifest; ``encoded_at`` is the length of the stub.
+
+        Raises:
+            RuntimeError: there is no stub.
+        """
+        with self._lock:
+            stub = self._shared_stub("ingest_pack")
+            ids = self._checked(token_ids, "the chunk")
+            return self._ingest(chunk_id, np.concatenate([stub.ids, ids]), len(stub.ids))
+
+    def prepare_multi(
+        self, chunk_ids: Sequence[str], suffix_ids: Any, max_packs: int = 8, allow_fine_grain: bool = False
+    ) -> tuple[list[Any], list[int]]:
+        """A cache that holds the stub and these packs in this order, and what is still to be fed to the model.
+
+        Args:
+            chunk_ids: ingested packs; one may come twice.
+            suffix_ids: the rest of the prompt, see `prepare`.
+            max_packs: more are refused,
+            allow_fine_grain: unless this says that it is meant.
+
+        Raises:
+            ValueError: no packs, or more than `max_packs`.
+            RuntimeError: there is no stub.
+            KeyError: a pack is not known, or its K/V is gone and its tokens are not known here.
+            PionMlxCompatError: `self_check` found too little agreement.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            chunk_ids = [chunk_ids] if isinstance(chunk_ids, str) else list(chunk_ids)
+            if not chunk_ids:
+                raise ValueError("no chunks: prepare_multi needs at least one id")
+            if len(chunk_ids) > max_packs and not allow_fine_grain:
+                raise ValueError(
+                    f"{len(chunk_ids)} packs are more than max_packs={max_packs}: packs do not see each other, and the "
+                    "published measurement recalled 15/27 facts from 20 packs, 26/27 from the same text in one. Ingest "
+                    "fewer and longer chunks, or pass allow_fine_grain=True"
+                )
+            stub = self._shared_stub("prepare_multi")
+            if self._refused is not None:
+                raise caches.PionMlxCompatError(self._refused)
+            suffix = self._suffix(suffix_ids)
+            packs = {chunk_id: self._pack(chunk_id, self._multi_entry(chunk_id)) for chunk_id in chunk_ids}
+            rows = {chunk_id: self._rows(chunk_id, pack) for chunk_id, pack in packs.items()}
+            segments, position = [(stub.rows or [], 0, 0)], len(stub.ids)
+            for chunk_id in chunk_ids:
+                segments.append((rows[chunk_id], len(stub.ids), position))
+                position += len(packs[chunk_id].ids) - len(stub.ids)
+            cache = assembled(self.model, segments, Mover(self._movable()))
+            return self._handed_out(cache, suffix, packs[chunk_ids[-1]].ids, started)
+
+    def self_check(
+        self,
+        model: Any = None,
+        *,
+        tokenizer: Any = None,
+        samples: Sequence[Sample] | None = None,
+        tokens: int = 16,
+        least: float = agreement.LEAST,
+    ) -> Agreement:
+        """Compare moved packs with a full computation of the same prompt.
+
+        Args:
+            model: another one than this object's, for example a quantized copy.
+            tokenizer: encodes the built-in samples; anything with ``encode(text, add_special_tokens=...)``.
+            samples: (stub, chunks, question) as token ids, instead of the built-in texts.
+            tokens: how many tokens after each question are compared.
+            least: the share of equal tokens below which the model is refused.
+
+        Raises:
+            PionMlxCompatError: fewer agree; from then on `prepare_multi` says the same, until a check passes.
+            ValueError: neither samples nor a tokenizer.
+        """
+        with self._lock:
+            own = model is None or model is self.model
+            checked = self.model if own else model
+            ropes = self._movable() if own else verified_ropes(checked, len(caches.new_cache(checked)))
+            result = agreement.measure(checked, ropes, agreement.given(samples, tokenizer), tokens)
+            refused = None
+            if result.agreement < least:
+                refused = (
+                    f"composed packs say {result.agreement:.0%} of {result.tokens} tokens as a full computation, "
+                    f"less than {least:.0%} (largest difference of a logit: {result.logit_difference:.2f})"
+                )
+            if own:
+                self._refused = refused
+            if refused is not None:
+                raise caches.PionMlxCompatError(refused)
+            return result
+
+    # --- what is there ---------------------------------------------------------------------------------------------
+
+    def has(self, chunk_id: str) -> bool:
+        """Whether the manifest lists a chunk."""
+        with self._lock:
+            return self._manifest.get(chunk_id) is not None
+
+    def evict(self, chunk_id: str, *, server: bool = False) -> bool:
+        """Forget a chunk here and in the manifest; with `server`, also there. Returns whether it was known."""
+        with self._lock:
+            entry, known = self._manifest.get(chunk_id), self._known.pop(chunk_id, None)
+            if server and self._server is not None and entry is not None:
+                self._server.pc.drop(entry["namespace"])
+            return self._manifest.remove(chunk_id) or known is not None
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and milliseconds of this object.
+
+        ``ingest_count``: contents taken in, repeats not counted. ``hydrate_miss_count``: chunks that were asked for
+        and gone; ``reencode_count``: those that could be, and were, computed again.
+        """
+        with self._lock:
+            stats: dict[str, Any] = {
+                "backend": self.backend,
+                "ingest_count": self.ingest_count,
+                "hydrate_count": self.hydrate_count,
+                "hydrate_miss_count": self.hydrate_miss_count,
+                "reencode_count": self.reencode_count,
+                "chunks_in_manifest": len(self._manifest),
+                "chunks_in_inproc": sum(pack.rows is not None for pack in self._known.values()),
+                "encode_ms_total": self.encode_ms_total,
+                "prepare_ms_total": self.prepare_ms_total,
+            }
+            if self._server is not None:
+                stats["encode_ms_total"] += self._server.encode_ms_total
+                stats["pion_fetch_ms_total"] = self._server.pc.fetch_ms_total
+                stats["pion_store_ms_total"] = self._server.pc.store_ms_total
+            return stats
+
+    def close(self) -> None:
+        """Close the connections of backend ``"pion"``."""
+        if self._server is not None:
+            self._server.pc.close()
+
+    def __enter__(self) -> HybridRetrievalCache:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _checked(self, token_ids: Any, what: str) -> np.ndarray[Any, Any]:
+        ids = token_array(token_ids)
+        if not ids.size:
+            raise ValueError(f"{what} has no tokens")
+        vocabulary = getattr(getattr(self.model, "args", None), "vocab_size", None)
+        if isinstance(vocabulary, int) and ids.max() >= vocabulary:  # mlx would read beyond the embeddings
+            raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
+        return ids
+
+    def _suffix(self, suffix_ids: Any) -> list[int]:
+        ids: list[int] = (token_array(suffix_ids) if len(suffix_ids) else np.empty(0, "<u4")).tolist()
+        return ids
+
+    def _digest(self, ids: np.ndarray[Any, Any]) -> str:
+        return prefix_digest(model_identity(self.model), ids)
+
+    def _movable(self) -> list[Rope | None]:
+        if self._ropes is None:
+            self._ropes = verified_ropes(self.model, len(caches.new_cache(self.model)))
+        return self._ropes
+
+    def _shared_stub(self, method: str) -> Pack:
+        if self._stub is None:
+            raise RuntimeError(
+                f"call set_shared_stub(...) before {method}(...): without an instruction in front, packs give nonsense"
+            )
+        if self._stub.digest != self._digest(self._stub.ids):  # the model's weights changed
+            self.set_shared_stub(self._stub.ids)
+        return self._stub
+
+    def _multi_entry(self, chunk_id: str) -> Entry:
+        entry = self._manifest.get(chunk_id)
+        if entry is None or "encoded_at" not in entry:
+            raise KeyError(f"no pack {chunk_id!r}: ingest_pack({chunk_id!r}, token_ids)")
+        return entry
+
+    # --- taking in -------------------------------------------------------------------------------------------------
+
+    def _ingest(self, chunk_id: str, ids: np.ndarray[Any, Any], encoded_at: int) -> Entry:
+        if not isinstance(chunk_id, str):
+            raise TypeError(f"a chunk's id is a str, not {type(chunk_id).__name__}")
+        digest = self._digest(ids)
+        known = self._known.get(chunk_id)
+        pack = Pack(ids, encoded_at, digest, None)
+        entry = self._entry(chunk_id, pack)
+        if known is not None and (known.digest, known.encoded_at) == (digest, encoded_at):
+            if self._server is not None and not self._server.has(ids, entry["namespace"]):  # gone meanwhile
+                self._server.upload(ids, entry["namespace"])
+        else:
+            if self._server is None:
+                pack = Pack(ids, encoded_at, digest, self._encoded(ids, encoded_at))
+            else:
+                self._server.upload(ids, entry["namespace"])
+            self._known[chunk_id] = pack
+            self.ingest_count += 1
+        self._manifest.set(chunk_id, entry)
+        return dict(entry)
+
+    def _entry(self, chunk_id: str, pack: Pack) -> Entry:
+        namespace = _pack_namespace(pack.digest) if pack.encoded_at else _chunk_namespace(chunk_id)
+        tokens = len(pack.ids) - pack.encoded_at
+        entry: Entry = {"namespace": namespace, "tokens": tokens, "backend": self.backend, "digest": pack.digest}
+        return {**entry, "encoded_at": pack.encoded_at} if pack.encoded_at else entry
+
+    def _encoded(self, ids: np.ndarray[Any, Any], encoded_at: int) -> Rows:
+        started = time.perf_counter()
+        if encoded_at:
+            assert self._stub is not None
+            cache = assembled(self.model, [(self._stub.rows or [], 0, 0)])
+        else:
+            cache = caches.new_cache(self.model)
+        feed(self.model, cache, ids[encoded_at:].tolist())
+        rows = rows_of(cache, encoded_at, len(ids))
+        self.encode_ms_total += (time.perf_counter() - started) * 1e3
+        return rows
+
+    # --- handing out -----------------------------------------------------------------------------------------------
+
+    def _pack(self, chunk_id: str, entry: Entry | None, count: int | None = None) -> Pack:
+        """What a chunk is: known here, or told by the server.
+
+        Raises:
+            KeyError: neither; counted as a miss if it should have been there.
+        """
+        pack = self._known.get(chunk_id)
+        if pack is not None and entry is not None:
+            if not pack.encoded_at:
+                return pack
+            assert self._stub is not None
+            if np.array_equal(pack.ids[: pack.encoded_at], self._stub.ids):
+                return pack
+            self._ingest(chunk_id, np.concatenate([self._stub.ids, pack.ids[pack.encoded_at :]]), len(self._stub.ids))
+            return self._known[chunk_id]
+        if entry is None and count is None:
+            raise KeyError(f"{chunk_id!r} is not in the manifest: ingest it, or pass chunk_token_count=")
+        if self._server is None:
+            raise KeyError(f"{chunk_id!r} is not in this process (backend 'inproc'): ingest it")
+        return self._told(self._server, chunk_id, entry or {"tokens": count, "namespace": _chunk_namespace(chunk_id)})
+
+    def _told(self, server: ServerPacks, chunk_id: str, entry: Entry) -> Pack:
+        """A chunk that another process ingested: its tokens are on the server and are held against their digest."""
+        at = entry.get("encoded_at", 0)
+        ids = server.tokens(entry["namespace"])
+        if not len(ids):
+            what = "it is gone"
+        elif len(ids) != entry["tokens"] + at:
+            what = f"it has {len(ids)} tokens there, not {entry['tokens'] + at}"
+        elif entry.get("digest", self._digest(ids)) != self._digest(ids):
+            what = "its tokens, or the model, are not those it was ingested with"
+        elif "digest" not in entry and not server.has(ids, entry["namespace"]):
+            what = "its rows are not there, or another model's"
+        elif at and not (self._stub is not None and np.array_equal(ids[:at], self._stub.ids)):
+            what = "it was computed behind another stub"
+        else:
+            pack = Pack(ids, at, self._digest(ids), None)
+            if "digest" in entry:
+                self._known[chunk_id] = pack
+            return pack
+        self.hydrate_miss_count += 1
+        raise KeyError(f"{chunk_id!r} is not registered on {server.pc.address}: {what}; ingest it again")
+
+    def _current(self, chunk_id: str, pack: Pack) -> Pack:
+        """The same for the model as it is now: its weights may have changed."""
+        digest = self._digest(pack.ids)
+        if pack.digest == digest:
+            return pack
+        rows = None if self._server is not None else self._encoded(pack.ids, pack.encoded_at)
+        self.reencode_count += rows is not None
+        pack = self._known[chunk_id] = Pack(pack.ids, pack.encoded_at, digest, rows)
+        self._manifest.set(chunk_id, self._entry(chunk_id, pack))
+        return pack
+
+    def _cache(self, pack: Pack, namespace: str) -> list[Any]:
+        """What the server holds of a chunk; computed again, and stored, when it is gone."""
+        assert self._server is not None
+        cache, there = self._server.fetch(pack.ids, namespace)
+        self.hydrate_miss_count += not there
+        self.reencode_count += not there
+        return cache
+
+    def _rows(self, chunk_id: str, pack: Pack) -> Rows:
+        pack = self._current(chunk_id, pack)
+        if pack.rows is not None:
+            return pack.rows
+        at, end = pack.encoded_at, len(pack.ids)
+        cache = self._cache(pack, _pack_namespace(pack.digest))
+        return [(layer.keys[:, :, at:end], layer.values[:, :, at:end]) for layer in cache]
+
+    def _handed_out(
+        self, cache: list[Any], suffix: list[int], last: np.ndarray[Any, Any], started: float
+    ) -> tuple[list[Any], list[int]]:
+        if not suffix:
+            for layer in cache:
+                layer.trim(1)
+            suffix = [int(last[-1])]
+        self.hydrate_count += 1
+        self.prepare_ms_total += (time.perf_counter() - started) * 1e3
+        return cache, suffix
+
+
+def _chunk_namespace(chunk_id: str) -> str:
+    return "chunk_" + hashlib.sha256(chunk_id.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _pack_namespace(digest: str) -> str:
+    return "pack_" + digest[:32]
