@@ -5,7 +5,8 @@
 ``prompt_cache``          `PionPromptCache` for mlx-lm: what to do on a hit, a miss, a mismatch, an outage
 ``transfer``              one prefix over the wire, for it
 ``hybrid``                `HybridRetrievalCache`: retrieved chunks, put together for each question
-``packs``, ``server_packs``, ``rotate``   chunks in memory, their manifest, chunks on a server; keys at another position
+``chunks``, ``packs``, ``server_packs``   what it knows; chunks in memory and their manifest; chunks on a server
+``rotate``                keys at another position, exactly
 ``agreement``             what composing costs, against a full computation
 ``caches``                between mlx-lm's cache objects and rows
 ``identity``              the digest that says what K/V belongs to

@@ -14,7 +14,6 @@ the prompt, where nothing is moved and nothing is lost.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import ssl as tls
 import threading
@@ -26,9 +25,9 @@ import numpy as np
 
 from pion.client import agreement, caches
 from pion.client.agreement import Agreement, Sample
-from pion.client.identity import model_identity, prefix_digest
+from pion.client.chunks import Chunks, chunk_namespace
 from pion.client.namespace import token_array
-from pion.client.packs import Entry, Manifest, Pack, Rows, assembled, feed, rows_of
+from pion.client.packs import Entry, Manifest, Pack, assembled
 from pion.client.prompt_cache import PionPromptCache
 from pion.client.rotate import Mover, Rope, verified_ropes
 from pion.client.server_packs import ServerPacks
@@ -88,10 +87,8 @@ class HybridRetrievalCache:
             caches.inspect_model(model)
         self.model = model
         self.backend: Literal["inproc", "pion"] = "pion" if self._server else "inproc"
-        self.ingest_count = self.hydrate_count = self.hydrate_miss_count = self.reencode_count = 0
-        self.encode_ms_total = self.prepare_ms_total = 0.0
-        self._known: dict[str, Pack] = {}
-        self._stub: Pack | None = None
+        self.hydrate_count, self.prepare_ms_total = 0, 0.0
+        self._chunks = Chunks(model, self._manifest, self._server)
         self._ropes: list[Rope | None] | None = None
         self._refused: str | None = None
         self._lock = threading.RLock()
@@ -109,8 +106,8 @@ class HybridRetrievalCache:
             The entry of the manifest.
         """
         with self._lock:
-            ids = self._checked(token_ids, "the chunk")
-            return self._ingest(chunk_id, ids, 0)
+            chunks = self._chunks.begin()
+            return chunks.take_in(chunk_id, chunks.checked(token_ids, "the chunk"), 0)
 
     def prepare(
         self, chunk_id: str, suffix_ids: Any, chunk_token_count: int | None = None
@@ -135,12 +132,11 @@ class HybridRetrievalCache:
                 raise KeyError(
                     f"{chunk_id!r} is a pack, which stands behind a stub: prepare_multi([{chunk_id!r}], ...)"
                 )
-            pack = self._pack(chunk_id, entry, chunk_token_count)
-            pack = self._current(chunk_id, pack) if chunk_id in self._known else pack
+            pack = self._chunks.begin().find(chunk_id, entry, chunk_token_count)
             if pack.rows is not None:
                 cache = assembled(self.model, [(pack.rows, 0, 0)])
             else:
-                cache = self._cache(pack, _chunk_namespace(chunk_id))
+                cache = self._chunks.cache(pack, chunk_namespace(chunk_id))
             return self._handed_out(cache, suffix, pack.ids, started)
 
     # --- several ---------------------------------------------------------------------------------------------------
@@ -158,16 +154,9 @@ class HybridRetrievalCache:
         """
         with self._lock:
             self._movable()
-            ids = self._checked(token_ids, "the stub")
-            digest = self._digest(ids)
-            if self._stub is None or self._stub.digest != digest:
-                if self._server is None:
-                    started = time.perf_counter()
-                    cache = caches.prefill(self.model, ids.tolist(), None)
-                    self.encode_ms_total += (time.perf_counter() - started) * 1e3
-                else:
-                    cache = self._server.pc.get_or_prefill(ids, f"stub_{digest[:32]}")
-                self._stub = Pack(ids, 0, digest, rows_of(cache, 0, len(ids)))
+            chunks = self._chunks.begin()
+            ids = chunks.checked(token_ids, "the stub")
+            chunks.set_stub(ids)
             return {"stub_tokens": len(ids)}
 
     def ingest_pack(self, chunk_id: str, token_ids: Any) -> Entry:
@@ -185,8 +174,8 @@ class HybridRetrievalCache:
         """
         with self._lock:
             stub = self._shared_stub("ingest_pack")
-            ids = self._checked(token_ids, "the chunk")
-            return self._ingest(chunk_id, np.concatenate([stub.ids, ids]), len(stub.ids))
+            ids = self._chunks.checked(token_ids, "the chunk")
+            return self._chunks.take_in(chunk_id, np.concatenate([stub.ids, ids]), len(stub.ids))
 
     def prepare_multi(
         self, chunk_ids: Sequence[str], suffix_ids: Any, max_packs: int = 8, allow_fine_grain: bool = False
@@ -220,8 +209,11 @@ class HybridRetrievalCache:
             if self._refused is not None:
                 raise caches.PionMlxCompatError(self._refused)
             suffix = self._suffix(suffix_ids)
-            packs = {chunk_id: self._pack(chunk_id, self._multi_entry(chunk_id)) for chunk_id in chunk_ids}
-            rows = {chunk_id: self._rows(chunk_id, pack) for chunk_id, pack in packs.items()}
+            packs = {
+                chunk_id: self._chunks.find(chunk_id, self._multi_entry(chunk_id))
+                for chunk_id in dict.fromkeys(chunk_ids)
+            }
+            rows = {chunk_id: self._chunks.rows(pack) for chunk_id, pack in packs.items()}
             segments, position = [(stub.rows or [], 0, 0)], len(stub.ids)
             for chunk_id in chunk_ids:
                 segments.append((rows[chunk_id], len(stub.ids), position))
@@ -278,7 +270,7 @@ class HybridRetrievalCache:
     def evict(self, chunk_id: str, *, server: bool = False) -> bool:
         """Forget a chunk here and in the manifest; with `server`, also there. Returns whether it was known."""
         with self._lock:
-            entry, known = self._manifest.get(chunk_id), self._known.pop(chunk_id, None)
+            entry, known = self._manifest.get(chunk_id), self._chunks.known.pop(chunk_id, None)
             if server and self._server is not None and entry is not None:
                 self._server.pc.drop(entry["namespace"])
             return self._manifest.remove(chunk_id) or known is not None
@@ -290,15 +282,16 @@ class HybridRetrievalCache:
         and gone; ``reencode_count``: those that could be, and were, computed again.
         """
         with self._lock:
+            chunks = self._chunks
             stats: dict[str, Any] = {
                 "backend": self.backend,
-                "ingest_count": self.ingest_count,
+                "ingest_count": chunks.ingest_count,
                 "hydrate_count": self.hydrate_count,
-                "hydrate_miss_count": self.hydrate_miss_count,
-                "reencode_count": self.reencode_count,
+                "hydrate_miss_count": chunks.hydrate_miss_count,
+                "reencode_count": chunks.reencode_count,
                 "chunks_in_manifest": len(self._manifest),
-                "chunks_in_inproc": sum(pack.rows is not None for pack in self._known.values()),
-                "encode_ms_total": self.encode_ms_total,
+                "chunks_in_inproc": sum(pack.rows is not None for pack in chunks.known.values()),
+                "encode_ms_total": chunks.encode_ms_total,
                 "prepare_ms_total": self.prepare_ms_total,
             }
             if self._server is not None:
@@ -320,21 +313,9 @@ class HybridRetrievalCache:
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _checked(self, token_ids: Any, what: str) -> np.ndarray[Any, Any]:
-        ids = token_array(token_ids)
-        if not ids.size:
-            raise ValueError(f"{what} has no tokens")
-        vocabulary = getattr(getattr(self.model, "args", None), "vocab_size", None)
-        if isinstance(vocabulary, int) and ids.max() >= vocabulary:  # mlx would read beyond the embeddings
-            raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
-        return ids
-
     def _suffix(self, suffix_ids: Any) -> list[int]:
         ids: list[int] = (token_array(suffix_ids) if len(suffix_ids) else np.empty(0, "<u4")).tolist()
         return ids
-
-    def _digest(self, ids: np.ndarray[Any, Any]) -> str:
-        return prefix_digest(model_identity(self.model), ids)
 
     def _movable(self) -> list[Rope | None]:
         if self._ropes is None:
@@ -342,131 +323,18 @@ class HybridRetrievalCache:
         return self._ropes
 
     def _shared_stub(self, method: str) -> Pack:
-        if self._stub is None:
+        stub = self._chunks.begin().stub
+        if stub is None:
             raise RuntimeError(
                 f"call set_shared_stub(...) before {method}(...): without an instruction in front, packs give nonsense"
             )
-        if self._stub.digest != self._digest(self._stub.ids):  # the model's weights changed
-            self.set_shared_stub(self._stub.ids)
-        return self._stub
+        return stub
 
     def _multi_entry(self, chunk_id: str) -> Entry:
         entry = self._manifest.get(chunk_id)
         if entry is None or "encoded_at" not in entry:
             raise KeyError(f"no pack {chunk_id!r}: ingest_pack({chunk_id!r}, token_ids)")
         return entry
-
-    # --- taking in -------------------------------------------------------------------------------------------------
-
-    def _ingest(self, chunk_id: str, ids: np.ndarray[Any, Any], encoded_at: int) -> Entry:
-        if not isinstance(chunk_id, str):
-            raise TypeError(f"a chunk's id is a str, not {type(chunk_id).__name__}")
-        digest = self._digest(ids)
-        known = self._known.get(chunk_id)
-        pack = Pack(ids, encoded_at, digest, None)
-        entry = self._entry(chunk_id, pack)
-        if known is not None and (known.digest, known.encoded_at) == (digest, encoded_at):
-            if self._server is not None and not self._server.has(ids, entry["namespace"]):  # gone meanwhile
-                self._server.upload(ids, entry["namespace"])
-        else:
-            if self._server is None:
-                pack = Pack(ids, encoded_at, digest, self._encoded(ids, encoded_at))
-            else:
-                self._server.upload(ids, entry["namespace"])
-            self._known[chunk_id] = pack
-            self.ingest_count += 1
-        self._manifest.set(chunk_id, entry)
-        return dict(entry)
-
-    def _entry(self, chunk_id: str, pack: Pack) -> Entry:
-        namespace = _pack_namespace(pack.digest) if pack.encoded_at else _chunk_namespace(chunk_id)
-        tokens = len(pack.ids) - pack.encoded_at
-        entry: Entry = {"namespace": namespace, "tokens": tokens, "backend": self.backend, "digest": pack.digest}
-        return {**entry, "encoded_at": pack.encoded_at} if pack.encoded_at else entry
-
-    def _encoded(self, ids: np.ndarray[Any, Any], encoded_at: int) -> Rows:
-        started = time.perf_counter()
-        if encoded_at:
-            assert self._stub is not None
-            cache = assembled(self.model, [(self._stub.rows or [], 0, 0)])
-        else:
-            cache = caches.new_cache(self.model)
-        feed(self.model, cache, ids[encoded_at:].tolist())
-        rows = rows_of(cache, encoded_at, len(ids))
-        self.encode_ms_total += (time.perf_counter() - started) * 1e3
-        return rows
-
-    # --- handing out -----------------------------------------------------------------------------------------------
-
-    def _pack(self, chunk_id: str, entry: Entry | None, count: int | None = None) -> Pack:
-        """What a chunk is: known here, or told by the server.
-
-        Raises:
-            KeyError: neither; counted as a miss if it should have been there.
-        """
-        pack = self._known.get(chunk_id)
-        if pack is not None and entry is not None:
-            if not pack.encoded_at:
-                return pack
-            assert self._stub is not None
-            if np.array_equal(pack.ids[: pack.encoded_at], self._stub.ids):
-                return pack
-            self._ingest(chunk_id, np.concatenate([self._stub.ids, pack.ids[pack.encoded_at :]]), len(self._stub.ids))
-            return self._known[chunk_id]
-        if entry is None and count is None:
-            raise KeyError(f"{chunk_id!r} is not in the manifest: ingest it, or pass chunk_token_count=")
-        if self._server is None:
-            raise KeyError(f"{chunk_id!r} is not in this process (backend 'inproc'): ingest it")
-        return self._told(self._server, chunk_id, entry or {"tokens": count, "namespace": _chunk_namespace(chunk_id)})
-
-    def _told(self, server: ServerPacks, chunk_id: str, entry: Entry) -> Pack:
-        """A chunk that another process ingested: its tokens are on the server and are held against their digest."""
-        at = entry.get("encoded_at", 0)
-        ids = server.tokens(entry["namespace"])
-        if not len(ids):
-            what = "it is gone"
-        elif len(ids) != entry["tokens"] + at:
-            what = f"it has {len(ids)} tokens there, not {entry['tokens'] + at}"
-        elif entry.get("digest", self._digest(ids)) != self._digest(ids):
-            what = "its tokens, or the model, are not those it was ingested with"
-        elif "digest" not in entry and not server.has(ids, entry["namespace"]):
-            what = "its rows are not there, or another model's"
-        elif at and not (self._stub is not None and np.array_equal(ids[:at], self._stub.ids)):
-            what = "it was computed behind another stub"
-        else:
-            pack = Pack(ids, at, self._digest(ids), None)
-            if "digest" in entry:
-                self._known[chunk_id] = pack
-            return pack
-        self.hydrate_miss_count += 1
-        raise KeyError(f"{chunk_id!r} is not registered on {server.pc.address}: {what}; ingest it again")
-
-    def _current(self, chunk_id: str, pack: Pack) -> Pack:
-        """The same for the model as it is now: its weights may have changed."""
-        digest = self._digest(pack.ids)
-        if pack.digest == digest:
-            return pack
-        rows = None if self._server is not None else self._encoded(pack.ids, pack.encoded_at)
-        self.reencode_count += rows is not None
-        pack = self._known[chunk_id] = Pack(pack.ids, pack.encoded_at, digest, rows)
-        self._manifest.set(chunk_id, self._entry(chunk_id, pack))
-        return pack
-
-    def _cache(self, pack: Pack, namespace: str) -> list[Any]:
-        """What the server holds of a chunk; computed again, and stored, when it is gone."""
-        assert self._server is not None
-        cache, there = self._server.fetch(pack.ids, namespace)
-        self.hydrate_miss_count += not there
-        self.reencode_count += not there
-        return cache
-
-    def _rows(self, chunk_id: str, pack: Pack) -> Rows:
-        pack = self._current(chunk_id, pack)
-        if pack.rows is not None:
-            return pack.rows
-        at, end = pack.encoded_at, len(pack.ids)
-        cache = self._cache(pack, _pack_namespace(pack.digest))
-        return [(layer.keys[:, :, at:end], layer.values[:, :, at:end]) for layer in cache]
 
     def _handed_out(
         self, cache: list[Any], suffix: list[int], last: np.ndarray[Any, Any], started: float
@@ -478,11 +346,3 @@ class HybridRetrievalCache:
         self.hydrate_count += 1
         self.prepare_ms_total += (time.perf_counter() - started) * 1e3
         return cache, suffix
-
-
-def _chunk_namespace(chunk_id: str) -> str:
-    return "chunk_" + hashlib.sha256(chunk_id.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-
-
-def _pack_namespace(digest: str) -> str:
-    return "pack_" + digest[:32]
