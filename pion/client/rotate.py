@@ -30,7 +30,7 @@ _KNOWN: Final = {  # whose frequencies depend on nothing but the configuration; 
     "SuScaledRoPE": "mlx_lm.models.rope_utils",
     "ProportionalRoPE": "mlx_lm.models.rope_utils",
 }
-_PROBE: Final = (3, 5, 7, 11, 5)  # token ids
+_PROBE: Final = (3, 5, 7, 5)  # token ids
 _SHIFT: Final = 4093
 _ALLOWED: Final = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1}  # of the keys' rms; a wrong rope gives about 1
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
