@@ -11,7 +11,7 @@ import numpy as np
 from pion.client import caches
 from pion.client.identity import model_identity, prefix_digest
 from pion.client.namespace import token_array
-from pion.client.packs import Entry, Manifest, Pack, Rows, assembled, feed, rows_of
+from pion.client.packs import Entry, Manifest, Pack, Rows, assembled, feed, plain_cache, rows_of
 from pion.client.server_packs import ServerPacks
 
 __all__ = ["Chunks", "chunk_namespace"]
@@ -117,7 +117,7 @@ class Chunks:
             assert self.stub is not None
             cache = assembled(self.model, [(self.stub.rows or [], 0, 0)])
         else:
-            cache = caches.new_cache(self.model)
+            cache = plain_cache(self.model)
         feed(self.model, cache, ids[encoded_at:].tolist())
         rows = rows_of(cache, encoded_at, len(ids))
         self.encode_ms_total += (time.perf_counter() - started) * 1e3

@@ -27,7 +27,7 @@ from pion.client import agreement, caches
 from pion.client.agreement import Agreement, Sample
 from pion.client.chunks import Chunks, chunk_namespace
 from pion.client.namespace import token_array
-from pion.client.packs import Entry, Manifest, Pack, assembled
+from pion.client.packs import Entry, Manifest, Pack, assembled, plain_cache
 from pion.client.prompt_cache import PionPromptCache
 from pion.client.rotate import Mover, Rope, verified_ropes
 from pion.client.server_packs import ServerPacks
@@ -75,6 +75,7 @@ class HybridRetrievalCache:
     ) -> None:
         if backend not in ("inproc", "pion"):
             raise ValueError(f"backend must be 'inproc' or 'pion', got {backend!r}")
+        plain_cache(model)
         self._manifest = Manifest(manifest_path)
         self._server: ServerPacks | None = None
         if backend == "pion":
@@ -246,7 +247,7 @@ class HybridRetrievalCache:
         with self._lock:
             own = model is None or model is self.model
             checked = self.model if own else model
-            ropes = self._movable() if own else verified_ropes(checked, len(caches.new_cache(checked)))
+            ropes = self._movable() if own else verified_ropes(checked, len(plain_cache(checked)))
             result = agreement.measure(checked, ropes, agreement.given(samples, tokenizer), tokens)
             refused = None
             if result.agreement < least:
@@ -319,7 +320,7 @@ class HybridRetrievalCache:
 
     def _movable(self) -> list[Rope | None]:
         if self._ropes is None:
-            self._ropes = verified_ropes(self.model, len(caches.new_cache(self.model)))
+            self._ropes = verified_ropes(self.model, len(plain_cache(self.model)))
         return self._ropes
 
     def _shared_stub(self, method: str) -> Pack:

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from pion.client.caches import ROOM, mlx_modules, new_cache
+from pion.client.caches import ROOM, PionMlxCompatError, mlx_modules, new_cache
 from pion.client.rotate import Mover
 
-__all__ = ["STEP", "Entry", "Manifest", "Pack", "Rows", "assembled", "feed", "rows_of"]
+__all__ = ["STEP", "Entry", "Manifest", "Pack", "Rows", "assembled", "feed", "plain_cache", "rows_of"]
 
 STEP: Final = 512  # tokens of a forward pass
 
@@ -120,6 +120,21 @@ class Manifest:
         return len(self._entries)
 
 
+def plain_cache(model: Any) -> list[Any]:
+    """A fresh prompt cache whose rows can be cut and put together.
+
+    Raises:
+        PionMlxCompatError: a layer keeps something else than a plain ``KVCache``; the text names it.
+    """
+    _, module = mlx_modules()
+    cache = new_cache(model)
+    others = sorted({type(layer).__name__ for layer in cache if type(layer) is not module.KVCache})
+    if others:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise PionMlxCompatError(f"{name} has {', '.join(others)}: chunks can be cut from plain KVCache layers only")
+    return cache
+
+
 def rows_of(cache: Sequence[Any], first: int, last: int) -> Rows:
     """Copies of some tokens' rows, so that they do not keep the whole cache alive."""
     mx, _ = mlx_modules()
@@ -137,7 +152,7 @@ def assembled(model: Any, segments: Sequence[tuple[Rows, int, int]], mover: Move
         mover: turns the keys of those that move.
     """
     mx, _ = mlx_modules()
-    cache = new_cache(model)
+    cache = plain_cache(model)
     count = 0
     for rows, old, new in segments:
         if new != count or (old != new and mover is None):

@@ -19,16 +19,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pion.client.caches import PionMlxCompatError, mlx_modules
+from pion.client.caches import PionMlxCompatError, mlx_modules, new_cache
 
 __all__ = ["Mover", "Rope", "layer_ropes", "verified_ropes"]
 
+_UTILS: Final = "mlx_lm.models.rope_utils"
 _KNOWN: Final = {  # whose frequencies depend on nothing but the configuration; where the class must come from
-    "RoPE": "mlx.nn.",
-    "Llama3RoPE": "mlx_lm.models.rope_utils",
-    "YarnRoPE": "mlx_lm.models.rope_utils",
-    "SuScaledRoPE": "mlx_lm.models.rope_utils",
-    "ProportionalRoPE": "mlx_lm.models.rope_utils",
+    "RoPE": "mlx.nn.layers.positional_encoding",
+    "Llama3RoPE": _UTILS,
+    "YarnRoPE": _UTILS,
+    "SuScaledRoPE": _UTILS,
+    "ProportionalRoPE": _UTILS,
+    "DynamicNTKScalingRoPE": "mlx_lm.models.llama",  # up to mlx-lm 0.20, for none, linear and llama3; never dynamic
+    "SuScaledRotaryEmbedding": "mlx_lm.models.su_rope",  # what mlx-lm 0.20 to 0.25 called SuScaledRoPE
 }
 _PROBE: Final = (3, 5, 7, 5)  # token ids
 _SHIFT: Final = 4093
@@ -76,13 +79,13 @@ def _is_rope(module: Any) -> bool:
 def _rope(module: Any, where: str) -> Rope:
     mx, _ = mlx_modules()
     kind = type(module)
-    home = _KNOWN.get(kind.__name__)
-    if home is None or not kind.__module__.startswith(home):
+    if _KNOWN.get(kind.__name__) != kind.__module__:
         raise PionMlxCompatError(
             f"{where} turns its keys with {kind.__module__}.{kind.__name__}, which cannot be moved exactly "
-            f"(those that can: {', '.join(_KNOWN)})"
+            f"(those that can: {', '.join(f'{home}.{name}' for name, home in _KNOWN.items())})"
         )
-    dims = int(module.dims if hasattr(module, "dims") else module.dim)
+    named = getattr(module, "dims", getattr(module, "dim", None))
+    dims = 2 * module._freqs.size if named is None else int(named)
     if dims < 2 or dims % 2:
         raise PionMlxCompatError(f"{where} turns {dims} values of a head, which is not a positive even number")
     numbers = sorted(
@@ -184,14 +187,13 @@ def _shifted_cache(position: int) -> Any:
     return cache
 
 
-def _keys_at(model: Any, position: int, layers: int) -> list[Any]:
-    """The keys of each layer for a few tokens that stand alone at a position."""
+def _probed(model: Any, cache: list[Any], step: int) -> list[Any]:
+    """The keys of each layer for a few tokens, so many in each pass."""
     mx, _ = mlx_modules()
-    cache = [_shifted_cache(position) for _ in range(layers)]
-    for token in _PROBE:
-        model(mx.array([[token]]), cache=cache)
+    for first in range(0, len(_PROBE), step):
+        model(mx.array([_PROBE[first : first + step]]), cache=cache)
         mx.eval([layer.keys for layer in cache])
-    return [layer.keys for layer in cache]
+    return [layer.keys[:, :, : len(_PROBE)] for layer in cache]
 
 
 def verified_ropes(model: Any, layers: int) -> list[Rope | None]:
@@ -215,7 +217,9 @@ def verified_ropes(model: Any, layers: int) -> list[Rope | None]:
     try:
         if shift < 1:
             raise ValueError(f"it has only {min(known)} positions")
-        here, there = _keys_at(model, 0, layers), _keys_at(model, shift, layers)
+        here = _probed(model, new_cache(model), len(_PROBE))
+        # Alone at a distance, and token by token: a model that numbers positions by pass is found out too.
+        there = _probed(model, [_shifted_cache(shift) for _ in range(layers)], 1)
     except Exception as error:
         raise PionMlxCompatError(f"whether keys of {name} can be moved cannot be found out: {error}") from error
     mover = Mover(ropes)
