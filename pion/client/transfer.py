@@ -19,6 +19,7 @@ from pion.client.connection import Command, Flight, Steps, expect_ok, raise_firs
 from pion.client.errors import IncompleteError
 from pion.client.formats import KEPT, Sides, described, registration
 from pion.client.receive import Receiver
+from pion.client.restore import Restorer
 from pion.errors import CommandError, MismatchError
 
 __all__ = ["Rows", "fetch", "lookup", "packed", "register", "send"]
@@ -145,7 +146,7 @@ def fetch(
     """
     raise_first(infos)
     formats = [_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True)]
-    restorer = caches.Restorer(model, layout, count)
+    restorer = Restorer(layout, count)
     receivers = [
         Receiver("KV"[side], layout.cache_len, count, layout.kv_dim, functools.partial(restorer.place, side))
         for side in range(2)
@@ -161,7 +162,7 @@ def fetch(
     wrong = [text for receiver, fmts in zip(receivers, formats, strict=True) if (text := receiver.finish(fmts))]
     if wrong:
         raise IncompleteError("; ".join(wrong))
-    return restorer.finish()
+    return caches.filled(model, restorer.finish(), count)
 
 
 def _lines(info: bytes) -> dict[str, str]:

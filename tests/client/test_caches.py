@@ -10,8 +10,9 @@ import pytest
 
 from pion._core import quant
 from pion.client import caches
-from pion.client.caches import PionMlxCompatError, Restorer, inspect_model, new_cache, pack_rows, prefill
+from pion.client.caches import PionMlxCompatError, filled, inspect_model, new_cache, pack_rows, prefill
 from pion.client.decode import CODES, is_keys
+from pion.client.restore import ROOM, Restorer
 from pion.limits import BUILT_FORMATS, FORMATS
 from pion.wire import raw
 from tests.support import models
@@ -29,7 +30,7 @@ def restored(model: Any, cache: list[Any], count: int, fmt: int | None = None, h
     """The first `count` tokens of a cache through stored rows and back; key forms are followed by fp16 rows."""
     layout = inspect_model(model)
     wanted, dim = CODES[layout.dtype], layout.kv_dim
-    restorer = Restorer(model, layout, count, how)
+    restorer = Restorer(layout, count, how)
     for index, layer in enumerate(cache):
         for side, array in enumerate((layer.keys, layer.values)):
             words = pack_rows(array, count).tobytes()
@@ -43,7 +44,7 @@ def restored(model: Any, cache: list[Any], count: int, fmt: int | None = None, h
             data = answer(dim, 0, count, parts, THETA)
             restorer.place(side, index, raw.parse(data), data)
             data[:] = b"\xff" * len(data)  # the memory is used for the next layer
-    return restorer.finish()
+    return filled(model, restorer.finish(), count)
 
 
 def words(array: Any, count: int) -> bytes:
@@ -147,9 +148,9 @@ def test_256_tokens_fit_without_a_new_array(dtype: str) -> None:
     model = models.tiny_llama(dtype)
     warm = restored(model, prefill(model, IDS, None), len(IDS))
     capacity = warm[0].keys.shape[2]
-    assert capacity == len(IDS) + caches.ROOM
-    models.greedy(model, warm, [1], caches.ROOM)
-    assert warm[0].offset == len(IDS) + caches.ROOM
+    assert capacity == len(IDS) + ROOM
+    models.greedy(model, warm, [1], ROOM)
+    assert warm[0].offset == len(IDS) + ROOM
     assert warm[0].keys.shape[2] == capacity
 
 
@@ -160,11 +161,11 @@ def test_appending_does_not_copy(dtype: str) -> None:
 
     def built(count: int) -> Any:
         rows = np.zeros((count, layout.kv_dim), np.float32 if dtype == "float32" else np.uint16)
-        restorer = Restorer(model, layout, count)
+        restorer = Restorer(layout, count)
         data = answer(layout.kv_dim, 0, count, [(CODES[dtype], 0, count, rows.tobytes())])
         for side in (0, 1):
             restorer.place(side, 0, raw.parse(data), data)
-        return restorer.finish()[0]
+        return filled(model, restorer.finish(), count)[0]
 
     def append(layer: Any) -> float:
         started = time.perf_counter()
@@ -186,7 +187,7 @@ def test_appending_does_not_copy(dtype: str) -> None:
 def test_wrong_sizes_and_gaps_never_build_a_cache() -> None:
     model = models.tiny_llama()
     layout = inspect_model(model)
-    restorer = Restorer(model, layout, 4)
+    restorer = Restorer(layout, 4)
 
     def rows(count: int) -> memoryview:
         return answer(layout.kv_dim, 0, count, [(FORMATS["fp32"], 0, count, bytes(4 * layout.kv_dim * count))])
