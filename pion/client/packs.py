@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from pion.client.caches import ROOM, PionMlxCompatError, mlx_modules, new_cache
+from pion.client.caches import PionMlxCompatError, mlx_modules, new_cache
+from pion.client.restore import ROOM
 from pion.client.rotate import Mover
 
 __all__ = ["STEP", "Entry", "Manifest", "Pack", "Rows", "assembled", "feed", "plain_cache", "rows_of"]

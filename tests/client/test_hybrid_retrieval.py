@@ -14,7 +14,8 @@ import pytest
 
 from pion import HybridRetrievalCache, PionPromptCache
 from pion.client import agreement, caches
-from pion.client.caches import ROOM, PionMlxCompatError, pack_rows
+from pion.client.caches import PionMlxCompatError, pack_rows
+from pion.client.restore import ROOM
 from pion.client.rotate import verified_ropes
 from pion.errors import AuthenticationError
 from pion.testing import server as start_server
