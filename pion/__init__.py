@@ -2,15 +2,16 @@
 
 The names below are loaded when first used, so that the server starts without numpy and a client without a server.
 
-=====================  ================================================================================
-`Engine`               the store in this process, without a socket (``pion.store``)
-`Client`               blocking client: rows as numpy arrays, any Redis command (``pion.client``)
-`AsyncClient`          the same for trio
-`PionPromptCache`      four lines for mlx-lm
-`PionMlxCompatError`   a model, or an mlx-lm, that this version cannot store
-`hash_block`           the block hash that routers probe with ``KV.PREFIX.MEMBERSHIP``
-`make_namespace`       the key of a prefix
-=====================  ================================================================================
+======================  ================================================================================
+`Engine`                the store in this process, without a socket (``pion.store``)
+`Client`                blocking client: rows as numpy arrays, any Redis command (``pion.client``)
+`AsyncClient`           the same for trio
+`PionPromptCache`       four lines for mlx-lm
+`HybridRetrievalCache`  the K/V of retrieved chunks, in any order
+`PionMlxCompatError`    a model, or an mlx-lm, that this version cannot store
+`hash_block`            the block hash that routers probe with ``KV.PREFIX.MEMBERSHIP``
+`make_namespace`        the key of a prefix
+======================  ================================================================================
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pion.client.async_ import AsyncClient
     from pion.client.caches import PionMlxCompatError
+    from pion.client.hybrid import HybridRetrievalCache
     from pion.client.namespace import hash_block, make_namespace
     from pion.client.prompt_cache import PionPromptCache
     from pion.client.sync import Client
@@ -31,6 +33,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Engine",
+    "HybridRetrievalCache",
     "PionMlxCompatError",
     "PionPromptCache",
     "__version__",
@@ -42,6 +45,7 @@ _HOMES = {
     "AsyncClient": "pion.client.async_",
     "Client": "pion.client.sync",
     "Engine": "pion.store.engine",
+    "HybridRetrievalCache": "pion.client.hybrid",
     "PionMlxCompatError": "pion.client.caches",
     "PionPromptCache": "pion.client.prompt_cache",
     "hash_block": "pion.client.namespace",

@@ -1,11 +1,10 @@
 """Pion under the name of the published client; everything here lives in `pion`."""
 
-from pion import PionMlxCompatError, PionPromptCache, __version__
+from pion import HybridRetrievalCache, PionMlxCompatError, PionPromptCache, __version__
 
-__all__ = ["PionMlxCompatError", "PionPromptCache", "__version__"]
+__all__ = ["HybridRetrievalCache", "PionMlxCompatError", "PionPromptCache", "__version__"]
 
 _LATER = {
-    "HybridRetrievalCache": "retrieved chunks",
     "PionPrefixCache": "the attention patch",
     "install_pion_attention_patch": "the attention patch",
     "make_pion_prompt_cache": "the attention patch",

@@ -4,6 +4,10 @@
 ``calls``, ``tensors``    what they send and make of the answers, as steps both share
 ``prompt_cache``          `PionPromptCache` for mlx-lm: what to do on a hit, a miss, a mismatch, an outage
 ``transfer``              one prefix over the wire, for it
+``hybrid``                `HybridRetrievalCache`: retrieved chunks, put together for each question
+``chunks``, ``packs``, ``server_packs``   what it knows; chunks in memory and their manifest; chunks on a server
+``rotate``                keys at another position, exactly
+``agreement``             what composing costs, against a full computation
 ``caches``                between mlx-lm's cache objects and rows
 ``identity``              the digest that says what K/V belongs to
 ``namespace``, ``seam``   keys, block hashes, prefixes given as text
