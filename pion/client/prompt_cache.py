@@ -12,6 +12,7 @@ the saving: the prefix is computed locally, which is said once.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import ssl as tls
@@ -138,6 +139,9 @@ class PionPromptCache:
         self.on_mismatch = on_mismatch
         self.background_store = background_store
         self.layout = None if model is None else caches.inspect_model(model)
+        if self.layout is not None and self.layout.is_hybrid:
+            made = json.dumps([tree["class"] for tree in self.layout.trees])
+            raise caches.PionMlxCompatError(f"this version stores models whose layers all have a KVCache, not {made}")
         if self.layout is not None:
             self.formats.check(self.layout.dtype, self.layout.cache_len, self.layout.kv_dim)
         self.address = address

@@ -374,7 +374,7 @@ def test_a_hybrid_model_is_refused_before_anything_is_sent(server: Any) -> None:
     model = models.tiny_llama()
     model.make_cache = lambda: [KVCache(), RotatingKVCache(max_size=8)]
     with proxy(server.port) as between:
-        with pytest.raises(PionMlxCompatError, match="1 x RotatingKVCache"):
+        with pytest.raises(PionMlxCompatError, match="RotatingKVCache"):
             PionPromptCache(model, port=between.port)
         assert between.accepted == 0
 
