@@ -28,6 +28,7 @@ __all__ = [
     "pack_rows",
     "prefill",
     "prefill_from",
+    "snapshot",
     "words",
 ]
 
@@ -78,6 +79,11 @@ class Layout:
     def kv_dim(self) -> int:
         """Values of one row: heads times head size."""
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether every leaf keeps every token, so that a stored prefix can be cut anywhere."""
+        return slots.all_cuttable(self.trees)
 
     def of_rows(self, count: int) -> Layout:
         """The layout of `count` layers of such rows and nothing else."""
@@ -229,12 +235,17 @@ def prefill_from(
             if progress is not None:
                 progress(done, total)
         if stop < total:
-            out.snapshots[stop] = {
-                number: slots.take(leaf).pack(leaf=number, tokens=stop)
-                for number, leaf in enumerate(slots.leaves(cache))
-                if not slots.cuttable(leaf)
-            }
+            out.snapshots[stop] = snapshot(cache, stop)
     return out
+
+
+def snapshot(cache: Sequence[Any], tokens: int) -> dict[int, bytearray]:
+    """The state of each leaf of a class that does not keep every token, packed, by its number."""
+    return {
+        number: slots.take(leaf).pack(leaf=number, tokens=tokens)
+        for number, leaf in enumerate(slots.leaves(cache))
+        if not slots.cuttable(leaf)
+    }
 
 
 def _arrays(cache: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,20 @@ import numpy as np
 from pion.client.mlx_arrays import PionMlxCompatError, mlx_modules, words
 from pion.client.payload import Tensor, pack, unpack
 
-__all__ = ["State", "cuttable", "give", "leaves", "length", "parse", "structure", "take", "tree_kind", "whole"]
+__all__ = [
+    "State",
+    "Tree",
+    "all_cuttable",
+    "cuttable",
+    "give",
+    "leaves",
+    "length",
+    "parse",
+    "structure",
+    "take",
+    "tree_kind",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ _KINDS: Final[dict[str, _Kind]] = {
     "ChunkedKVCache": _Kind(_SIDES, ("offset", "start_position"), ("chunk_size",)),
     "ArraysCache": _Kind((), ()),
 }
+_KEEPING: Final = ("KVCache", "QuantizedKVCache", "ConcatenateKVCache")  # every token, always
 _ARRAYS: Final = "ArraysCache"
 _OLD_ARRAYS: Final = "MambaCache"  # what mlx-lm up to 0.28 calls an ArraysCache of two
 _PADDING: Final = ("left_padding", "lengths")  # attributes of an ArraysCache that versions lack
@@ -135,6 +149,13 @@ def tree_kind(trees: Sequence[Tree]) -> str:
     return "" if plain else json.dumps(list(trees), sort_keys=True, separators=(",", ":"))
 
 
+def all_cuttable(trees: Sequence[Tree]) -> bool:
+    """Whether every leaf of a structure is of a class that keeps every token."""
+    return all(
+        all_cuttable(tree["children"]) if "children" in tree else tree["class"] in (*_KEEPING, "None") for tree in trees
+    )
+
+
 def length(leaf: Any) -> int | None:
     """The tokens a leaf has seen; None when it does not know: an ArraysCache."""
     return None if _named(leaf) == _ARRAYS else int(leaf.offset)
@@ -142,7 +163,7 @@ def length(leaf: Any) -> int | None:
 
 def cuttable(leaf: Any) -> bool:
     """Whether every leaf of this class holds all its tokens, always."""
-    return _named(leaf) in ("KVCache", "QuantizedKVCache", "ConcatenateKVCache")
+    return _named(leaf) in _KEEPING
 
 
 def whole(leaf: Any) -> bool:
