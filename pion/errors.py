@@ -12,6 +12,26 @@ class PionError(Exception):
     """Base of everything Pion raises on purpose."""
 
 
+class ArgumentError(PionError, ValueError):
+    """A str that cannot be sent, because UTF-8 has no bytes for it."""
+
+
+def utf8(text: str, what: str) -> bytes:
+    """The bytes of a str argument.
+
+    Args:
+        what: its name, for the error.
+
+    Raises:
+        ArgumentError: it holds half of a surrogate pair, as names of files and cut JSON may.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        place = f"the lone surrogate {text[error.start]!r} at position {error.start}"
+        raise ArgumentError(f"{what} has no UTF-8: {place} of {text[:80]!r}; give bytes, or other text") from None
+
+
 class CommandError(PionError):
     """A command that is refused; `str(error)` is the whole wire text without the leading `-`."""
 

@@ -42,6 +42,7 @@ OUTPUT_TOTAL: Final = 1 * GIB  # all connections together
 # --- V-store and prefixes (wire.md §1, §2, §4) ---------------------------------------------------------------------
 MAX_LAYERS: Final = 80
 MAX_ROWS: Final = 200_000
+MAX_STATES: Final = 65_536  # the record header's field; wire.md bounds layers of state alike
 MAX_DIM: Final = 8192
 MAX_NAMESPACE: Final = 200
 MAX_SID: Final = 4096  # the original's snapshot loader accepts as much

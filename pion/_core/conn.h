@@ -69,7 +69,9 @@ typedef struct conn {
     uint32_t blob_crc;
 
     outq out;
-    uint64_t mark;             /* out.queued before this batch */
+    uint64_t mark;             /* out.queued before the reply to the first write of this batch */
+    size_t replies;            /* queued since then */
+    uint64_t log_at;           /* position of the log when Python got the current frame */
     uint64_t progress_ns;      /* last time output moved */
     uint64_t linger_ns;
     size_t lingered;
@@ -206,8 +208,15 @@ static inline void plane_touch(plane *p, conn *c) {
     if (c->touched) return;
     c->touched = 1;
     c->wrote = 0;
-    c->mark = c->out.queued;
     p->touched.items[p->touched.n++] = c;
+}
+
+/* A command logged something; its reply, and those that follow it, begin at `queued`. */
+static inline void conn_wrote(conn *c, uint64_t queued) {
+    if (c->wrote) return;
+    c->wrote = 1;
+    c->mark = queued;
+    c->replies = 0;
 }
 
 /* ---- the input window ------------------------------------------------------------------------------------------------- */

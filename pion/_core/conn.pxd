@@ -33,6 +33,7 @@ cdef extern from "plane.h" nogil:
 
     ctypedef struct outq:
         size_t ram
+        uint64_t queued
         int failed
 
     ctypedef struct cconn "conn":
@@ -46,6 +47,8 @@ cdef extern from "plane.h" nogil:
         uint8_t pending
         uint8_t stalled
         uint8_t wrote
+        uint64_t log_at
+        size_t replies
         uint8_t authed
         uint8_t fast
         uint8_t proto
@@ -159,6 +162,7 @@ cdef extern from "plane.h" nogil:
     bint plane_busy(const plane *p)
     void plane_clock(plane *p)
     void plane_touch(plane *p, cconn *c)
+    void conn_wrote(cconn *c, uint64_t queued)
     void plane_forget(plane *p, cconn *c)
     cconn *plane_pop_slow(plane *p)
     cconn *conn_new(plane *p, int fd)

@@ -408,6 +408,7 @@ static inline uint64_t ks_table_bytes(const ks *k) {
 /* ---- the log, as the plane calls it ---- */
 
 static inline size_t ks_log_pending(const ks *k) { return klog_pending(&k->log); }
+static inline uint64_t ks_log_position(const ks *k) { return klog_position(&k->log); }
 static inline int ks_log_flush(ks *k) { return klog_flush(&k->log); }
 
 /* ---- tables ----

@@ -171,6 +171,7 @@ cdef extern from "keyspace.h" nogil:
     int ks_table_put(ks *k, const void *name, size_t n, const void *data, size_t len, uint64_t expire)
     bint ks_table_drop(ks *k, const void *name, size_t n)
     size_t ks_log_pending(const ks *k)
+    uint64_t ks_log_position(const ks *k)
     int ks_log_flush(ks *k)
 
 

@@ -182,9 +182,11 @@ static inline int conn_frame(plane *p, conn *c) {
     if (cmd->flags & FLAG_WRITE && ks_refuses(p->keyspace)) return 0;
     fast_call call = {p, c, &c->out, NULL, c->parser.nargs};
     size_t logged = ks_log_pending(p->keyspace);
+    const uint64_t queued = c->out.queued;
     if (cmd->flags & FLAG_DENYOOM && !ks_make_room(p->keyspace)) return 0;
     if (fast_exec(&call, cmd->id) != FAST_DONE) return 0;
-    if (ks_log_pending(p->keyspace) != logged) c->wrote = 1;
+    if (ks_log_pending(p->keyspace) != logged) conn_wrote(c, queued);
+    c->replies++;
     c->blob = BLOB_NO; /* the keyspace has the file now */
     cmd->calls++;
     p->commands++;
@@ -442,8 +444,16 @@ static inline void conn_settle(plane *p, conn *c) {
     if (c->where == AT_HOME) conn_want(p, c);
 }
 
-/* The log first, then the replies. When the log cannot be written, whoever wrote in this batch gets an error instead of its
- * replies and is closed: an acknowledgement would be a lie. */
+/* The log could not be written: an error instead of every reply from that to the first write of the batch on. An
+ * acknowledgement would be a lie, and so might be what was read behind it. */
+static inline void conn_take_back(plane *p, conn *c, int rc) {
+    char text[256];
+    int len = snprintf(text, sizeof text, "-MISCONF Errors writing to the log: %s\r\n", strerror(-rc));
+    outq_rollback(&c->out, &p->spares, c->mark);
+    for (size_t i = 0; i < c->replies; i++) outq_put(&c->out, &p->spares, text, (size_t)len);
+}
+
+/* The log first, then the replies. */
 static inline void plane_flush(plane *p) {
     int rc = ks_log_pending(p->keyspace) ? ks_log_flush(p->keyspace) : 0;
     size_t busy = 0, n = p->touched.n;
@@ -451,12 +461,7 @@ static inline void plane_flush(plane *p) {
     for (size_t i = 0; i < n; i++) {
         conn *c = p->touched.items[i];
         c->touched = 0;
-        if (rc && c->wrote && c->where == AT_HOME) {
-            char text[256];
-            int len = snprintf(text, sizeof text, "MISCONF Errors writing to the log: %s", strerror(-rc));
-            outq_rollback(&c->out, &p->spares, c->mark);
-            conn_fail(p, c, text, len < (int)sizeof text ? (size_t)len : sizeof text - 1);
-        }
+        if (rc && c->wrote && c->where == AT_HOME) conn_take_back(p, c, rc);
         if (c->where == AT_HOME && c->out.ram > CONN_SHARED) p->touched.items[busy++] = c;
         else conn_settle(p, c);
     }

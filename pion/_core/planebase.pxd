@@ -26,6 +26,8 @@ cdef class PlaneBase:
     cdef int _place_stream(self, cconn *c, Conn owner) except -1
     cdef int _run_frame(self, cconn *c, Conn owner) except -1
     cdef int _go_on(self, cconn *c) except -1
+    cdef int _reply(self, cconn *c, object value) except -1
+    cdef int _reply_late(self, cconn *c, object value) except -1
     cdef int _queue(self, cconn *c, object value) except -1
     cdef int _queue_bytes(self, cconn *c, bytes data) except -1
     cdef int _deliver(self, cconn *c, Conn owner) except -1

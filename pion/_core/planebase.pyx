@@ -11,7 +11,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from pion._core.conn cimport *
-from pion._core.keyspace cimport ks_log_pending
+from pion._core.keyspace cimport ks_log_pending, ks_log_position
 from pion._core.resp cimport RESP_OFF_TAKEN, encode_parts, resp_bulk_done
 from pion._core.stream cimport Extents, Sink, scratch, scratch_free, sink_done, sink_feed, sink_ref
 
@@ -263,11 +263,8 @@ cdef class PlaneBase:
             conn.inbox.append((value, True))
             self.inboxes[c.id] = conn
             return
-        c.pending = 0
         plane_touch(self.p, c)
-        if ks_log_pending(self.p.keyspace):
-            c.wrote = 1
-        self._queue(c, value)
+        self._reply_late(c, value)
         if c.fd < 0 and self.depth == 0:
             self._run_memory(c)
         else:
@@ -426,6 +423,7 @@ cdef class PlaneBase:
         owner.last = name.lower() if len(name) <= 64 else name[:64].lower()
         plane_touch(self.p, c)
         logged = ks_log_pending(self.p.keyspace)
+        c.log_at = ks_log_position(self.p.keyspace)
         try:
             value = self.handler(owner, argv)
         except Exception:
@@ -434,13 +432,12 @@ cdef class PlaneBase:
         if c.where == AT_END:
             return 0
         if ks_log_pending(self.p.keyspace) != logged:
-            c.wrote = 1
+            conn_wrote(c, c.out.queued)
         if value is pending:
             return 0
         if not c.pending:
             raise RuntimeError("the handler both resumed and answered")
-        c.pending = 0
-        return self._queue(c, value)
+        return self._reply(c, value)
 
     cdef int _deliver(self, cconn *c, Conn owner) except -1:
         """What arrived for a connection while a mover had it."""
@@ -453,10 +450,9 @@ cdef class PlaneBase:
                     c.closing = CLOSE_FLUSH
                 continue
             if reply:
-                c.pending = 0
-                if ks_log_pending(self.p.keyspace):
-                    c.wrote = 1
-            self._queue(c, value)
+                self._reply_late(c, value)
+            else:
+                self._queue(c, value)
         return self._go_on(c)
 
     cdef int _queue_bytes(self, cconn *c, bytes data) except -1:
@@ -469,6 +465,21 @@ cdef class PlaneBase:
         else:
             c.out.failed = 1
         return 0
+
+    cdef int _reply(self, cconn *c, object value) except -1:
+        """Queue the reply to the current frame; a value without an encoding is none."""
+        cdef uint64_t queued = c.out.queued
+        c.pending = 0
+        self._queue(c, value)
+        if c.out.queued != queued:
+            c.replies += 1
+        return 0
+
+    cdef int _reply_late(self, cconn *c, object value) except -1:
+        """The same, after PENDING: a write, if the log got records meanwhile and still has some to write."""
+        if ks_log_pending(self.p.keyspace) and ks_log_position(self.p.keyspace) != c.log_at:
+            conn_wrote(c, c.out.queued)
+        return self._reply(c, value)
 
     cdef int _queue(self, cconn *c, object value) except -1:
         """Encode a reply value behind what is queued."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from pion.errors import ArgumentError
 from pion.limits import DEFAULT_PORT
 
 __all__ = ["Address"]
@@ -49,6 +50,9 @@ class Address:
             raise ValueError(f"protocol must be 2 or 3, not {self.protocol!r}")
         if self.username is not None and self.password is None:
             raise ValueError("a username needs a password")
+        for what in ("username", "password", "client_name"):
+            if (text := getattr(self, what)) is not None:
+                _sendable(text, what)
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
@@ -92,6 +96,14 @@ class Address:
         if context is not None and found.get("path"):
             raise ValueError("a Unix socket needs no TLS")
         return replace(cls(), **found, ssl=context)
+
+
+def _sendable(text: str, what: str) -> None:
+    """Refuse what has no UTF-8, without saying what it is: it may be a secret."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"the {what} has no UTF-8: a lone surrogate at position {error.start}") from None
 
 
 def url_of(url: str) -> str:

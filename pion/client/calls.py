@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
 from pion.client.errors import reply_error
+from pion.errors import utf8
 from pion.wire.resp import Part, ReplyError
 
 __all__ = ["call", "commit", "drop", "lookup", "pipeline", "save", "stats"]
@@ -39,7 +40,8 @@ def drop(names: Sequence[str | bytes]) -> Steps[int]:
     """Drop prefixes; how many were held."""
     if not names:
         return 0
-    reply = yield from call(["KV.PREFIX.DROP", *names], None)
+    sent = [utf8(name, "the namespace") if isinstance(name, str) else name for name in names]
+    reply = yield from call(["KV.PREFIX.DROP", *sent], None)
     return int(reply)
 
 

@@ -13,7 +13,7 @@ from pion.client.errors import IncompleteError
 from pion.client.namespace import hash_blocks
 from pion.client.reuse import Candidate, Ids, compare, find, worth
 from pion.client.transfer import lines_of, match_command, names_of, read
-from pion.errors import CommandError
+from pion.errors import CommandError, utf8
 
 __all__ = ["BLOCK", "Explanation", "block_table", "explain", "receipt"]
 
@@ -81,8 +81,9 @@ def explain(
         near: scope and hashes of blocks, to find other prefixes that begin alike.
         own: whether tokens of this namespace would be reused when it holds others too.
     """
-    first: list[list[Any]] = [["KV.PREFIX.WHY", namespace], ["KV.PREFIX.BLOCKS", namespace]]
-    first += [["V.INFO", f"{namespace}_pk"], match_command(near)]
+    name = utf8(namespace, "the namespace")
+    first: list[list[Any]] = [["KV.PREFIX.WHY", name], ["KV.PREFIX.BLOCKS", name]]
+    first += [["V.INFO", name + b"_pk"], match_command(near)]
     why, table, info, names = yield Flight(first)
     if not isinstance(why, bytes | str):
         raise CommandError(str(why))

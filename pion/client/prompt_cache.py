@@ -32,7 +32,7 @@ from pion.client.namespace import make_namespace, token_array
 from pion.client.raw import RawCommands
 from pion.client.seam import BACK_OFF, split_at_seam, split_chat
 from pion.client.work import Checkpoints, Wanted, Work
-from pion.errors import MismatchError
+from pion.errors import MismatchError, utf8
 from pion.limits import DEFAULT_PORT, MAX_NAMESPACE
 
 __all__ = ["PionPromptCache"]
@@ -413,7 +413,7 @@ class PionPromptCache(Work):
             raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
         if not isinstance(namespace, str):
             raise TypeError(f"a namespace is a str, not {type(namespace).__name__}; make_namespace() makes one")
-        if not 1 <= len(namespace.encode()) <= MAX_NAMESPACE:
+        if not 1 <= len(utf8(namespace, "the namespace")) <= MAX_NAMESPACE:
             raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
         return self._want(ids, namespace, layout)
 

@@ -33,7 +33,7 @@ class Client:
         host, port, path: where the server is, if not in the URL; `path` is a Unix socket.
         username, password: credentials.
         ssl: True, or an ``ssl.SSLContext``; `ssl_ca`, `ssl_cert`, `ssl_key` are files for one.
-        db: database of the ordinary keyspace.
+        db: database of the ordinary keyspace; prefixes are in none, all connections see the same.
         protocol: 3, which falls back to 2 at an old server, or 2.
         timeout: seconds without progress after which a call fails; None waits forever. Default 60.
         connect_timeout: seconds for connecting and logging in.
@@ -46,7 +46,8 @@ class Client:
 
     Error handling:
         Every call may raise ``CommandError`` (the server refused; subclasses by kind), ``ConnectionLostError`` (a
-        ``ConnectionError``) and ``CallTimeoutError`` (a ``TimeoutError``).
+        ``ConnectionError``), ``CallTimeoutError`` (a ``TimeoutError``), and ``ArgumentError`` (a ``ValueError``) for a
+        str that has no UTF-8.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from pion.client.decode import CODES, NUMPY, Decoder
 from pion.client.errors import IncompleteError, PrefixMissError, reply_error
 from pion.client.formats import Sides, check_name, described, registration, stored_format
 from pion.client.receive import Receiver
-from pion.errors import CommandError, MismatchError
+from pion.errors import CommandError, MismatchError, utf8
 from pion.wire.raw import Stored
 from pion.wire.resp import Part, ReplyError
 
@@ -114,6 +114,9 @@ def store(
 ) -> Steps[None]:
     """Register a prefix and store all its rows; see ``Client.store``."""
     sids = _sids(ns)
+    for what, text in (("digest", digest), ("scope", scope), ("parent", parent)):
+        if isinstance(text, str):
+            utf8(text, what)
     sides = layers_of(k, "k"), layers_of(v, "v")
     if sides[0][0].shape != sides[1][0].shape or len(sides[0]) != len(sides[1]):
         raise ValueError(
@@ -176,8 +179,11 @@ def _drop_incomplete(ns: str | bytes, layers: int, tokens: int) -> Steps[None]:
 
 def lookup(ns: str | bytes, digest: str | None, tokens: int | None, prefill_ms: int | None) -> list[Part]:
     """The LOOKUP command."""
-    command: list[Part] = ["KV.PREFIX.LOOKUP", ns]
-    for word, value in (("DIGEST", digest), ("TOKENS", tokens), ("PREFILL_MS", prefill_ms)):
+    name = utf8(ns, "the namespace") if isinstance(ns, str) else ns
+    command: list[Part] = ["KV.PREFIX.LOOKUP", name]
+    if digest is not None:
+        command += ["DIGEST", utf8(digest, "digest")]
+    for word, value in (("TOKENS", tokens), ("PREFILL_MS", prefill_ms)):
         if value is not None:
             command += [word, value]
     return command
@@ -385,7 +391,7 @@ def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> tuple[Sh
 def _sids(ns: str | bytes) -> tuple[bytes, bytes]:
     if not isinstance(ns, str | bytes):
         raise TypeError(f"a namespace is str or bytes, not {type(ns).__name__}")
-    name = ns.encode() if isinstance(ns, str) else ns
+    name = utf8(ns, "the namespace") if isinstance(ns, str) else ns
     return name + b"_pk", name + b"_pv"
 
 

@@ -21,7 +21,7 @@ from pion.client.formats import KEPT, Sides, described, registration
 from pion.client.manifest import Manifest, held_tokens
 from pion.client.receive import Receiver
 from pion.client.restore import Restorer
-from pion.errors import CommandError, MismatchError
+from pion.errors import CommandError, MismatchError, utf8
 from pion.wire.resp import ReplyError
 
 __all__ = [
@@ -108,7 +108,9 @@ def lookup(
         describe: also say what is there, for `fetch`.
         near: scope, and hashes of the blocks of the tokens: also say which prefixes begin alike.
     """
-    commands: list[list[Any]] = [["KV.PREFIX.LOOKUP", namespace, *(["DIGEST", digest] if digest else [])]]
+    commands: list[list[Any]] = [
+        ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
+    ]
     if describe:
         commands += [*_infos(namespace), ["SSM.PREFIX.FETCH", namespace, 0]]
     if near is not None and near[1]:
@@ -325,4 +327,5 @@ def _infos(namespace: str) -> list[list[Any]]:
 
 
 def _sids(namespace: str) -> tuple[bytes, bytes]:
-    return namespace.encode() + b"_pk", namespace.encode() + b"_pv"
+    name = utf8(namespace, "the namespace")
+    return name + b"_pk", name + b"_pv"

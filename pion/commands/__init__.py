@@ -11,6 +11,7 @@ from pion.commands import (
     keys,
     prefix,
     prefix_keep,
+    prefix_match,
     server,
     ssm,
     stats,
@@ -25,5 +26,5 @@ from pion.commands.state import ServerState
 __all__ = [
     "Dispatcher", "ServerState",
     "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "prefix", "prefix_keep",
-    "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
+    "prefix_match", "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from pion import errors
@@ -21,7 +22,7 @@ _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.IN
 @command("CONFIG|GET", -3, _FLAGS, 0, 0, 0, "server", "2.0.0", "Options whose names match a pattern.",
          "O(N) where N is the number of patterns")  # fmt: skip
 def config_get(ctx: Context, argv: list[bytes]) -> Any:
-    known = ctx.options.parameters()
+    known = ctx.options.parameters() | _running(ctx)
     out: dict[str, str] = {}
     for raw in argv[2:]:
         name = args.text(raw)
@@ -30,6 +31,16 @@ def config_get(ctx: Context, argv: list[bytes]) -> Any:
             continue
         matches = args.compile_glob(raw, nocase=True).fullmatch
         out.update({name: value for name, value in known.items() if matches(name.encode())})
+    return out
+
+
+def _running(ctx: Context) -> dict[str, str]:
+    """Options that a default or the system decided at start, with what was decided."""
+    options, out = ctx.options, {"max-bytes": str(ctx.engine.info()["vstore_max_bytes"])}
+    if ctx.server.port:
+        out["port"] = str(ctx.server.port)
+    if options.dir and not options.memory_only:
+        out["dir"] = os.path.abspath(options.dir)
     return out
 
 
@@ -45,6 +56,8 @@ def config_set(ctx: Context, argv: list[bytes]) -> Any:
         if name in seen:
             raise _failed(raw_name, "duplicate parameter")
         seen.add(name)
+        if _running(ctx).get(name) == args.text(raw):
+            continue
         try:
             field, value = ctx.options.parse_parameter(name, args.text(raw))
         except KeyError:

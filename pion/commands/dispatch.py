@@ -254,9 +254,8 @@ class Dispatcher:
             return self._await(conn, record, argv, started, self._with_room(conn, record, argv, error.entry))
         except CommandError as error:
             value = _refusal(error)
-        except Exception:
-            log.exception("%s failed", record.name)
-            value = _INTERNAL
+        except Exception as error:
+            value = _failure(record, error)
         if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
         if type(value) is Flushed:
@@ -274,9 +273,8 @@ class Dispatcher:
             value = await settled(await pending)
         except CommandError as error:
             value = _refusal(error)
-        except Exception:
-            log.exception("%s failed", record.name)
-            value = _INTERNAL
+        except Exception as error:
+            value = _failure(record, error)
         return self._done(conn, record, argv, started, value)
 
     async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], entry: Any) -> Any:
@@ -334,6 +332,16 @@ class Dispatcher:
             conn.data["reply"] = None
             conn.fast = True
         return NO_REPLY
+
+
+def _failure(record: table.Command, error: Exception) -> Err:
+    """What a command that raised an error of no command's kind answers. A full disk is nobody's fault but its own."""
+    if not isinstance(error, OSError):
+        log.error("%s failed", record.name, exc_info=error)
+        return _INTERNAL
+    name, why = record.name.upper().replace("|", " "), error.strerror or str(error)
+    log.error("%s failed: %s", name, why)
+    return Err(f"ERR {name} failed: {why}")
 
 
 def _refusal(error: CommandError) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from pion import errors, limits
+from pion import limits
 from pion.commands import args
 from pion.errors import CommandError
 
@@ -19,11 +19,6 @@ HYBRID: Final = "bf16_rope_fp8_body"
 def requires(command: str, arguments: str) -> CommandError:
     """Too few arguments: every command of these families has its own text instead of an arity."""
     return CommandError(f"ERR {command} requires: {arguments}")
-
-
-def later(command: str) -> CommandError:
-    """A command or form of the specification that this version does not build."""
-    return CommandError(f"ERR {command} is {errors.NOT_IN_VERSION}")
 
 
 def acknowledged(ctx: Context, value: Any) -> Any:
@@ -59,7 +54,7 @@ def namespace(ctx: Context, raw: bytes, *, bounded: bool = True) -> bytes:
     """
     if bounded and not 1 <= len(raw) <= limits.MAX_NAMESPACE:
         raise CommandError(f"ERR ns_key length must be 1..{limits.MAX_NAMESPACE}")
-    prefix = _ns_prefix(ctx)
+    prefix = ns_prefix(ctx)
     if not raw.startswith(prefix):
         raise CommandError(
             f"ERR namespace must start with required prefix '{args.text(prefix)}' (multi-tenant isolation)"
@@ -67,7 +62,8 @@ def namespace(ctx: Context, raw: bytes, *, bounded: bool = True) -> bytes:
     return raw
 
 
-def _ns_prefix(ctx: Context) -> bytes:
+def ns_prefix(ctx: Context) -> bytes:
+    """What every namespace must begin with."""
     prefix = getattr(ctx.options, "ns_prefix", "") or ""
     return prefix.encode("utf-8", "surrogateescape") if isinstance(prefix, str) else bytes(prefix)
 

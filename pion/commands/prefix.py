@@ -28,7 +28,9 @@ _NAME_MAX: Final = 250  # a file system's 255, less the suffix of an unfinished 
 _WORKER: Final = b"0"  # one process, one coherent keyspace: every prefix lives on worker 0
 
 
-def _name(what: str) -> Callable[[bytes], bytes]:
+def bounded_name(what: str) -> Callable[[bytes], bytes]:
+    """A parser of names of 1 to MAX_NAMESPACE bytes."""
+
     def parse(raw: bytes) -> bytes:
         if not 1 <= len(raw) <= limits.MAX_NAMESPACE:
             raise CommandError(f"ERR {what} length must be 1..{limits.MAX_NAMESPACE}")
@@ -56,10 +58,11 @@ def _rope(raw: bytes) -> float | None:
 _VALUED: Final[dict[bytes, tuple[str, Callable[[bytes], Any]]]] = {
     b"PREFILL_MS": ("prefill_ms", kv.prefill_ms),
     b"ROWS": ("rows", _number("ROWS", 1, limits.MAX_ROWS)),
-    b"LAYERS": ("layers", _number("LAYERS", 1, limits.MAX_LAYERS)),
+    b"LAYERS": ("layers", _number("LAYERS", 0, limits.MAX_LAYERS)),
+    b"STATES": ("states", _number("STATES", 0, limits.MAX_STATES)),
     b"DIGEST": ("digest", kv.digest),
-    b"SCOPE": ("scope", _name("SCOPE")),
-    b"PARENT": ("parent", _name("PARENT")),
+    b"SCOPE": ("scope", bounded_name("SCOPE")),
+    b"PARENT": ("parent", bounded_name("PARENT")),
     b"HEADS": ("heads", _number("HEADS", 1, limits.MAX_DIM)),
     b"HEAD_DIM": ("head_dim", _number("HEAD_DIM", 1, limits.MAX_DIM)),
     b"ROPE": ("rope", _rope),
@@ -104,6 +107,8 @@ def _register_options(command: str, argv: list[bytes]) -> dict[str, Any]:
 def _check_shape(ctx: Context, ns: bytes, dims: set[int], options: dict[str, Any]) -> None:
     if ("rows" in options) != ("layers" in options):
         raise CommandError("ERR ROWS and LAYERS are declared together")
+    if options.get("layers") == 0 and not options.get("states"):
+        raise CommandError(f"ERR LAYERS out of range (1..{limits.MAX_LAYERS}; 0 with STATES)")
     heads, head_dim = options.get("heads"), options.get("head_dim")
     known = heads or head_dim
     if known and any(dim % known or (heads and head_dim and heads * head_dim != dim) for dim in dims):
@@ -363,13 +368,3 @@ def warm(ctx: Context, argv: list[bytes]) -> Any:
         raise kv.requires("KV.PREFIX.WARM", "ns_key H D")
     kv.namespace(ctx, argv[1])
     raise CommandError("ERR Metal attention not available (start with --metal-attention)")
-
-
-def _later(name: str, summary: str) -> None:
-    @command(f"KV.PREFIX.{name}", -1, "readonly", 0, 0, 0, "prefix", "0.1.0", summary, "O(1)")
-    def refuse(ctx: Context, argv: list[bytes]) -> Any:
-        kv.engine(ctx)
-        raise kv.later(f"KV.PREFIX.{name}")
-
-
-_later("MATCH", "Finds the longest stored prefix of a scope by block hashes (not in this version).")

@@ -97,6 +97,15 @@ def _profile(text: str) -> str:
     return text
 
 
+def config_text(value: Any) -> str:
+    """A value as redis.conf and CONFIG GET write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return "" if value is None else str(value)
+
+
 def option(
     default: Any,
     group: str,
@@ -108,6 +117,7 @@ def option(
     metavar: str = "N",
     redis: str | None = None,
     switch: bool | None = None,
+    show: Callable[[Any], str] | None = None,
 ) -> Any:
     """One row of the table.
 
@@ -119,10 +129,11 @@ def option(
         flag: long flag without dashes; "" = the field's name with dashes; None = only in files and CONFIG.
         redis: name in redis.conf and CONFIG, when there is one.
         switch: a flag without a value, which sets the field to this.
+        show: value to the text of CONFIG GET, where that is not `config_text`.
     """
     meta = {
         "group": group, "text": text, "parse": parse, "flag": flag, "short": short, "metavar": metavar,
-        "redis": redis, "switch": switch,
+        "redis": redis, "switch": switch, "show": show or config_text,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=meta)
 
@@ -140,8 +151,9 @@ class Options:
     )
     unixsocket: str = option("", "Server", "also listen on this Unix socket", metavar="PATH", redis="unixsocket")
     unixsocketperm: int = option(
-        0o700, "Server", "mode of the Unix socket, octal", lambda text: int(text, 8), flag=None, redis="unixsocketperm"
-    )
+        0o700, "Server", "mode of the Unix socket, octal", lambda text: int(text, 8), flag=None,
+        redis="unixsocketperm", show="{:o}".format,
+    )  # fmt: skip
     workers: int = option(
         limits.DEFAULT_WORKERS, "Server", "threads that move bytes between sockets and files",
         _number(1, limits.MAX_WORKERS, "invalid worker count"), short="w",
@@ -216,7 +228,7 @@ class Options:
             value = getattr(self, name)
             if name.startswith("requirepass"):
                 value = "(hidden)" if value else ""
-            out[field.metadata["redis"] or name.replace("_", "-")] = config_text(value)
+            out[field.metadata["redis"] or name.replace("_", "-")] = field.metadata["show"](value)
         return out
 
     def parse_parameter(self, name: str, text: str) -> tuple[str, Any]:
@@ -232,7 +244,7 @@ class Options:
             return "", None
         field = BY_NAME[name]
         if field.name not in MUTABLE:
-            if config_text(getattr(self, field.name)) == text.lower():
+            if field.metadata["show"](getattr(self, field.name)) == text.lower():
                 return "", None
             raise ValueError("can't set immutable config")
         return field.name, field.metadata["parse"](text)
@@ -261,15 +273,6 @@ FIXED: Mapping[str, str] = {
     "io-threads": "1",
     "lua-time-limit": "5000",
 }
-
-
-def config_text(value: Any) -> str:
-    """A value as redis.conf and CONFIG GET write it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return " ".join(value)
-    return "" if value is None else str(value)
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(Options)}

@@ -187,4 +187,4 @@ class Caps:
 def descriptor_cap() -> int:
     """Entry files that may be open at once: a quarter of what the process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 16 if soft == resource.RLIM_INFINITY else max(64, min(soft, 1 << 18) // 4)
+    return 1 << 16 if soft == resource.RLIM_INFINITY else max(8, min(soft, 1 << 18) // 4)

@@ -18,7 +18,8 @@ from typing import Final, Protocol
 from pion._core import vstore
 from pion._core.stream import FdRef
 from pion.errors import StorageError
-from pion.store import compact, index, layout
+from pion.store import compact, index, layout, loader
+from pion.store.caps import descriptor_cap
 from pion.store.copying import copy_file
 from pion.store.entries import Entry
 from pion.store.store import Store
@@ -28,7 +29,7 @@ _log = logging.getLogger("pion.store")
 FLUSH_THREADS: Final = 32  # a file system's journal serves those who wait at the same time with one commit
 QUIET_TICKS: Final = 2  # seconds without a write before an entry is sealed
 _SLICE: Final = 256  # entries per look at the lock while the index is rewritten
-_FLUSH_AT_ONCE: Final = 64  # entries; their files are open meanwhile
+_FLUSH_AT_ONCE: Final = 64  # entries at most; their files are open meanwhile
 _NOTHING_LOST: Final = (errno.EMFILE, errno.ENFILE)  # only opening fails with these: no flush has begun
 
 
@@ -146,8 +147,10 @@ class Upkeep:
         work: list[_Flush] = []
         try:
             if store.files.keeps:
-                for i in range(0, len(todo), _FLUSH_AT_ONCE):
-                    self._flush_some(todo[i : i + _FLUSH_AT_ONCE], work)
+                some = min(_FLUSH_AT_ONCE, descriptor_cap())
+                done = 0
+                while done < len(todo):
+                    done += self._flush_some(todo[done : done + some], work)
                 with store.lock:
                     flush = store.with_descriptor(store.index.to_flush) if store.index is not None else None
                 if flush is not None:
@@ -187,17 +190,34 @@ class Upkeep:
         self.store.unsynced.difference_update(entries)
         return out
 
-    def _flush_some(self, entries: list[Entry], work: list[_Flush]) -> None:
-        """Flush a batch, so that not every file is open at the same time."""
+    def _flush_some(self, entries: list[Entry], work: list[_Flush]) -> int:
+        """Flush a batch, so that not every file is open at the same time.
+
+        An entry whose file was closed meanwhile and is not there any more goes out of service: no flush has failed.
+
+        Returns:
+            How many were flushed; fewer than all when there are no descriptors for more.
+        """
         store = self.store
+        refs: list[FdRef] = []
         with store.lock:
-            refs = [store.ref(entry) for entry in entries if entry in store.unsynced]
+            for number, entry in enumerate(entries):
+                if entry not in store.unsynced or not (entry.ref is not None or loader.intact(store, entry)):
+                    continue
+                try:
+                    refs.append(store.ref(entry))
+                except OSError as error:
+                    if not refs or error.errno not in _NOTHING_LOST:
+                        raise
+                    entries = entries[:number]
+                    break
             batch = self._take(entries)
         work += batch
         self._flush_files(refs)
         with store.lock:
             for item in batch:
                 item.done(store)
+        return len(entries)
 
     def _flush_files(self, refs: list[FdRef]) -> None:
         if len(refs) <= 1:

@@ -34,6 +34,7 @@ from pion.store.index import Index
 from pion.store.keeping import Keeping
 from pion.store.keyspace import KeyspaceStore
 from pion.store.ledger import Ledger
+from pion.store.matches import Matches
 from pion.store.prefixes import Prefixes, Tables
 from pion.store.sessions import Sessions
 from pion.store.ssm import States
@@ -126,6 +127,10 @@ class Engine(SessionMethods, PrefixMethods):
         self._states = States(self._store)
         self._exports = Exports(self._store, self._sessions, self.root)
         self._store.on_drop = self._dropped
+        with self._store.lock:
+            self._matches = Matches(self._store)
+            self._store.on_insert = self._matches.came
+            self._prefixes.changed = self._matches.changed
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         if isinstance(self._files, DiskFiles) and not self.found.listed:
@@ -189,6 +194,7 @@ class Engine(SessionMethods, PrefixMethods):
     def _dropped(self, entry: Entry) -> None:
         if entry.is_prefix:
             self._tables.drop(entry.name)
+            self._matches.went(entry)
 
     def __enter__(self) -> Engine:
         return self
@@ -377,6 +383,7 @@ class Engine(SessionMethods, PrefixMethods):
                 "vstore_expired": store.expired,
                 "vstore_pinned": len(store.order.pins),
                 "vstore_leased": len(store.order.leases),
+                "vstore_shortened": store.shortened,
             }
 
     def set_aside(self) -> list[str]:

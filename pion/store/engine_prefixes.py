@@ -11,6 +11,7 @@ from pion import limits
 from pion.errors import CommandError
 from pion.store.keeping import Keeping
 from pion.store.layout import PREFIX, Declared, Side
+from pion.store.matches import Match, Matches
 from pion.store.prefixes import Prefixes
 from pion.store.sessions import Sessions
 from pion.store.store import Store
@@ -25,6 +26,7 @@ class PrefixMethods:
     _sessions: Sessions
     _prefixes: Prefixes
     _keeping: Keeping
+    _matches: Matches
 
     if TYPE_CHECKING:
 
@@ -47,6 +49,7 @@ class PrefixMethods:
         heads: int | None = None,
         head_dim: int | None = None,
         rope: float | None = None,
+        states: int | None = None,
         replace: bool = False,
     ) -> None:
         """Make room for the K/V of a prefix; calling it again with the same arguments changes nothing.
@@ -55,18 +58,22 @@ class PrefixMethods:
             kv_dim, fmt_code: values per row and format of every layer of both sides.
             blocks: (block size, u64 little-endian hashes in token order).
             prefill_ms: what computing the prefix took; for the receipt, not kept over a restart.
-            rows, layers: the shape. With it, `lookup` is true only once all rows are there.
+            rows, layers: the shape. With it, `lookup` is true only once all rows are there. A prefix of nothing but
+                states has 0 layers.
             digest: of token ids and model, hex; compared by `lookup`.
             scope, parent: names searched together; the prefix this one continues, which is kept as long as this one.
             heads, head_dim, rope: what a row is. turbo encodes heads of `head_dim` values (a row in blocks without it),
                 and takes the rotation of base `rope` out of the keys.
+            states: recurrent states, numbered from 0, without which it is not complete either.
             replace: drop what is stored under another description.
 
         Raises:
             MismatchError: the name is taken by other K/V.
             CommandError: the format does not take rows of `kv_dim` values.
         """
-        declared = Declared(rows, layers, digest and digest.lower(), scope, parent, heads, head_dim, rope)
+        declared = Declared(
+            rows, layers, digest and digest.lower(), scope, parent, heads, head_dim, rope, states=states
+        )
         both = (Side(kv_dim, fmt_code),) * 2
         self._roomy(self._prefixes.register, ns, both, blocks, prefill_ms, declared, replace)
         self._acknowledge()
@@ -89,7 +96,7 @@ class PrefixMethods:
             k_layers, v_layers: as many of each as the model has layers. A format is a code; bf16_rope_fp8_body has the
                 number of its leading bf16 values from bit 8 on.
             rows: the shape is `rows` of `len(k_layers)` layers.
-            declared: digest, scope, parent, heads, head_dim, rope as in `register`.
+            declared: digest, scope, parent, heads, head_dim, rope, states as in `register`.
         """
         if not k_layers or len(k_layers) != len(v_layers):
             raise CommandError("ERR a schema has as many layers of K as of V, at least one")
@@ -138,6 +145,25 @@ class PrefixMethods:
     def membership(self, ns: bytes, blob: bytes) -> bytes | None:
         """Which of these u64 hashes the prefix has: a bitmap, least significant bit first."""
         return self._prefixes.membership(ns, blob)
+
+    def must_match(self, scope: bytes) -> bool:
+        """The next `match` reads files: call `match_prepare` in a thread before it."""
+        return self._matches.must_prepare(scope)
+
+    def match_prepare(self, scope: bytes) -> None:
+        """Read the block tables of a scope that came since the last `match`."""
+        self._matches.prepare(scope)
+
+    def match(self, scope: bytes, hashes: bytes, limit: int = 16, name_prefix: bytes = b"") -> list[Match]:
+        """Complete prefixes of a scope that begin with the same blocks of tokens, those that share most first.
+
+        Args:
+            scope: as registered.
+            hashes: chained u64 hashes of the blocks asked for, little-endian, in token order.
+            limit: most answers.
+            name_prefix: only namespaces that begin so.
+        """
+        return self._matches.match(scope, hashes, limit, name_prefix)
 
     def why(self, ns: bytes) -> str:
         """Why a lookup of the namespace is a hit or a miss, and what keeps it."""

@@ -216,8 +216,11 @@ class Entry:
 
     @property
     def complete(self) -> bool:
-        """As declared: every layer of both sides holds every row. True when no shape was declared."""
+        """As declared: every layer of both sides holds every row, and every state is there. True when nothing was
+        declared."""
         declared = self.declared
+        if declared.states is not None and any(number not in self.states for number in range(declared.states)):
+            return False
         if declared.rows is None or declared.layers is None:
             return True
         return self.rows is not None and self.rows.complete(declared.rows, declared.layers)

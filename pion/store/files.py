@@ -73,7 +73,8 @@ class DiskFiles:
             os.utime(self._lock)
             # the file system's own clock, which runs a few ms behind time.time()
             self.since = os.fstat(self._lock).st_mtime
-            self._dir = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            self._dir = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock_directory()
             self._make_folders()
         except OSError as error:
             raise StartupError(f"data directory {error.filename or root}: {error.strerror}") from error
@@ -126,6 +127,18 @@ class DiskFiles:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         return fd
 
+    def _lock_directory(self) -> None:
+        """A lock on the directory itself: somebody may have removed the lock file of a server that runs."""
+        try:
+            fcntl.flock(self._dir, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise StartupError(
+                f"data directory {self.root} is in use by another process, whose {LOCK} was removed"
+            ) from None
+        except OSError as error:  # some network file systems lock files only
+            log.info("%s itself cannot be locked: %s", self.root, error.strerror)
+
     def _empty_trash(self) -> None:
         for item in os.scandir(self.root / TRASH):
             stream.unlink_later(item.path)
@@ -148,7 +161,7 @@ class DiskFiles:
         """
         self._directory(path)
         temporary = f"{path}.new"
-        fd = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        fd = self._open_new(temporary)
         try:
             write_all(fd, data)
             if over:
@@ -180,6 +193,35 @@ class DiskFiles:
         except FileNotFoundError:
             return
 
+    def _open_new(self, path: str) -> int:
+        """An empty file in a directory that `_directory` has made, or makes again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        try:
+            return self._open(path, flags)
+        except FileNotFoundError:
+            self._folder(path.rpartition("/")[0])
+            return self._open(path, flags)
+
+    def _folder(self, name: str) -> None:
+        """Make a directory of the layout again, which somebody may have removed under the running server."""
+        above = name.rpartition("/")[0]
+        if above:
+            self._folder(above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=self._dir)
+            log.error("%s was removed under the running server: it is made again", self.root / name)
+            self._stale.update((above, name))
+
+    def _move(self, path: str, target: str) -> None:
+        """Rename into the trash or the quarantine. FileNotFoundError: there is no such file, not: no such directory."""
+        try:
+            os.rename(path, target, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        except FileNotFoundError:
+            if not self._exists(path):
+                raise
+            self._folder(target.rpartition("/")[0])
+            os.rename(path, target, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+
     def open(self, path: str) -> int:
         """An existing file, for reading and appending."""
         return self._open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -188,7 +230,7 @@ class DiskFiles:
         """Take the file out of the store at once and free its blocks in the background."""
         trash = f"{TRASH}/{generation:016x}"
         try:
-            os.rename(path, trash, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+            self._move(path, trash)
         except FileNotFoundError:
             return
         self._stale.add(path.rpartition("/")[0])
@@ -198,7 +240,7 @@ class DiskFiles:
         """An empty file beside `path` for `adopt`, and its name."""
         self._directory(path)
         temporary = f"{path}.compact"
-        return self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC), temporary
+        return self._open_new(temporary), temporary
 
     def remove(self, temporary: str) -> None:
         """Delete a scratch file."""
@@ -224,7 +266,7 @@ class DiskFiles:
         while self._exists(target):
             n += 1
             target = f"{QUARANTINE}/{base}.{generation:016x}.{n}"
-        os.rename(path, target, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+        self._move(path, target)
         self._stale.update((path.rpartition("/")[0], QUARANTINE))
         self.aside.append(target)
         return str(self.root / target)
@@ -240,6 +282,7 @@ class DiskFiles:
             n += 1
             target = f"{QUARANTINE}/{base}.tail-{offset}.{n}"
         try:
+            self._folder(QUARANTINE)
             out = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 write_all(out, os.pread(fd, min(end - offset, TAIL_KEPT), offset))
@@ -256,11 +299,20 @@ class DiskFiles:
         return info.f_bavail * info.f_frsize
 
     def sync(self) -> None:
-        """Make created, renamed and removed names durable."""
+        """Make created, renamed and removed names durable.
+
+        Raises:
+            OSError: they are not, or the data directory itself was removed.
+        """
+        if os.fstat(self._dir).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the data directory was removed", os.fspath(self.root))
         stale, self._stale = self._stale, set()
         try:
             for name in sorted(stale):
-                fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._dir)
+                try:
+                    fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._dir)
+                except FileNotFoundError:  # removed under the running server, with all names in it
+                    continue
                 try:
                     os.fsync(fd)
                 finally:

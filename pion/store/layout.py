@@ -56,7 +56,7 @@ _ENTRY_PATH: Final = re.compile(rf"kv/{TENANT}/[0-9a-f]{{2}}/[0-9a-f]{{40}}\{SUF
 # Attributes: type, u16. A reader skips the ones it does not know.
 _NAME, _DOMAIN, _CREATED = 1, 2, 3
 _SIDES, _SHAPE, _DIGEST, _SCOPE, _PARENT, _HEADS, _ROPE, _PARAMS, _LAYERS = 16, 17, 18, 19, 20, 21, 22, 23, 24
-_PINNED, _EXPIRES = 25, 26
+_PINNED, _EXPIRES, _STATE_COUNT = 25, 26, 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Declared:
         rope: base of the rotary embedding of the keys.
         pinned: PIN protects it from eviction.
         expires: when EXPIRE ends it, in ms since 1970.
+        states: recurrent states that belong to it, numbered from 0.
     """
 
     rows: int | None = None
@@ -84,6 +85,7 @@ class Declared:
     rope: float | None = None
     pinned: bool | None = None
     expires: int | None = None
+    states: int | None = None
 
     def pack(self) -> list[tuple[int, bytes]]:
         """As attributes; what is None is left out."""
@@ -104,6 +106,8 @@ class Declared:
             out.append((_PINNED, b""))
         if self.expires is not None:
             out.append((_EXPIRES, struct.pack("<Q", self.expires)))
+        if self.states is not None:
+            out.append((_STATE_COUNT, struct.pack("<I", self.states)))
         return out
 
 
@@ -296,6 +300,8 @@ def unpack_meta(attrs: bytes) -> tuple[list[Side | None], Declared]:
             said["pinned"] = True
         elif kind == _EXPIRES:
             said["expires"] = struct.unpack("<Q", value)[0]
+        elif kind == _STATE_COUNT:
+            said["states"] = struct.unpack("<I", value)[0]
     sides: list[Side | None] = [None, None]
     for number, (dim, code) in plain.items():
         if number > VALUES:

@@ -176,9 +176,25 @@ def _read(store: Store, entry: Entry) -> None:
     entry.size = entry.base = framing.align_up(stop)
     entry.recount()
     store.opened(entry)
+    if entry.synced > entry.size:
+        _shortened(store, entry)
     if known != entry.size and not entry.dirty:
         log.warning("entry %r: its file has %d bytes of records, the index says %d", entry.name, entry.size, known)
         store.mark_dirty(entry)
+
+
+def _shortened(store: Store, entry: Entry) -> None:
+    """Records are missing that had been on the medium: no crash takes those. What is left counts."""
+    store.shortened += 1
+    text = "entry %r: %s has %d bytes of records, of %d that had been flushed: what followed is lost"
+    log.error(text, entry.name, entry.path, entry.size, entry.synced)
+    entry.synced = entry.size
+    store.mark_dirty(entry)
+    if store.index is not None:
+        try:
+            store.index.put(entry.key, entry.figures(clean=False))
+        except OSError as error:  # the next start says it again
+            log.warning("index: %s", error.strerror)
 
 
 def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> None:
@@ -187,9 +203,7 @@ def _cut(store: Store, entry: Entry, fd: int, stop: int, end: int, why: str) -> 
         raise framing.FramingError(why)
     if why == "torn":  # a write that a crash interrupted; nobody was told that it had happened
         os.ftruncate(fd, stop)
-        known = entry.synced > stop  # it had been on the medium, so this is damage; what is whole counts all the same
-        say = log.warning if known else log.info
-        say("entry %r: cut %d bytes of an interrupted write off %s", entry.name, end - stop, entry.path)
+        log.info("entry %r: cut %d bytes of an interrupted write off %s", entry.name, end - stop, entry.path)
         return
     later = framing.resync(fd, stop, entry.seed, end)
     if later >= 0 and not _unsure(store, entry, stop):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from pion._core import framing, membership
@@ -36,6 +36,7 @@ class Prefixes:
         self.store = store
         self.ledger = ledger
         self._tables = tables
+        self.changed: Callable[[Entry], None] = lambda entry: None  # told of another scope or block table
         self._order: list[tuple[int, bytes]] = []  # of LIST, by hash of the name
         self._order_of = -1
 
@@ -110,6 +111,7 @@ class Prefixes:
             except CommandError:
                 store.recounted(entry, lambda: entry.describe(*before))
                 raise
+            self.changed(entry)
         if blocks is not None:
             self._put_blocks(entry, *blocks)
 
@@ -123,10 +125,10 @@ class Prefixes:
             if held is not None and not held.same(side):
                 out += _different(held, side)
                 break
-        words = {"rows": "number of rows", "layers": "number of layers", "heads": "number of heads"}
-        for name in ("rows", "layers", "digest", "heads", "head_dim", "rope"):
+        words = {name: f"number of {name}" for name in ("rows", "layers", "states", "heads")}
+        for name in ("rows", "layers", "states", "digest", "heads", "head_dim", "rope"):
             wanted, has = getattr(declared, name), getattr(entry.declared, name)
-            if wanted is not None and wanted != has and (has is not None or entry.row_count):
+            if wanted is not None and wanted != has and (has is not None or entry.row_count or entry.states):
                 out.append(f"{words.get(name, name)} ({'none' if has is None else has}, not {wanted})")
         return ", ".join(out)
 
@@ -153,7 +155,7 @@ class Prefixes:
             if tokens is not None:
                 measured = prefill_ms or 0
             else:
-                tokens = entry.rows.tokens(layout.KEYS, 0)
+                tokens = entry.rows.tokens(layout.KEYS, 0) or entry.declared.rows or 0
                 measured = prefill_ms or measured
             self.ledger.hit(tokens, measured * 1000)
             return True
@@ -202,11 +204,15 @@ class Prefixes:
             if not entry.complete:
                 return f"incomplete: {self._missing(entry)}; {about}"
             shape = f"{declared.layers} layers of {declared.rows} rows" if declared.rows else "no declared shape"
+            shape += f" and {declared.states} states" if declared.states else ""
             return f"hit: {shape}, {entry.row_count} rows, {entry.nbytes} bytes; {about}"
 
     def _missing(self, entry: Entry) -> str:
         rows, declared = entry.rows, entry.declared
         assert rows is not None
+        for number in range(declared.states or 0):
+            if number not in entry.states:
+                return f"state {number} of the declared {declared.states} is missing"
         assert declared.rows is not None
         assert declared.layers is not None
         for layer in range(declared.layers):
@@ -250,6 +256,7 @@ class Prefixes:
         if old is not None and entry.rows is not None:
             entry.rows.lost(old.nbytes)
         self._tables.drop(entry.name)
+        self.changed(entry)
         if hashes:
             self._tables.put(entry.name, membership.build(hashes), entry.expires)
 

@@ -89,6 +89,7 @@ class Store(Caps):
         self.changes = 0  # entries that came or went
         self.evictions = 0
         self.quarantined = 0
+        self.shortened = 0  # entries that lost records which had been flushed
         self.flushes = 0  # FLUSHes since the start: a file found after one is not taken in
         self.power_cut = False  # before this start: what was not flushed may be anything
         self.appended = 0  # records since the start or the last SAVE
@@ -97,6 +98,7 @@ class Store(Caps):
         self.used: set[Entry] = set()  # whose clock the index does not know yet
         self.ends: OrderedDict[bytes, str] = OrderedDict()
         self.on_drop: Callable[[Entry], None] | None = None
+        self.on_insert: Callable[[Entry], None] | None = None
         self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
         self.unlisted = 0  # bytes of files the listing has not come to yet
@@ -256,6 +258,8 @@ class Store(Caps):
         self._count(entry, 1)
         if entry.dirty:
             self.restless.add(entry)
+        if self.on_insert is not None:
+            self.on_insert(entry)
 
     def _count(self, entry: Entry, sign: int) -> None:
         totals = self.totals

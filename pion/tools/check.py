@@ -244,7 +244,13 @@ class _Check:
             elif self.trusted:
                 report.found(path, None, "the index does not know it; the next start takes it in", problem=False)
             return
-        if not figures.flags & index.CLEAN or figures.generation != generation or entry.damaged:
+        if figures.generation != generation or entry.damaged:
+            return
+        if framing.align_up(entry.end) < figures.synced:
+            text = f"its records end here: those up to {figures.synced}, which had been flushed, are missing"
+            report.found(path, entry.end, text)
+            return
+        if not figures.flags & index.CLEAN:
             return
         rows = sum(entry.total(number)[0] for number in (layout.KEYS, layout.VALUES))
         if framing.align_up(entry.end) != figures.size:

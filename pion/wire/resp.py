@@ -43,6 +43,7 @@ from pion._core.resp import (
     encode_parts,
     register_stream_type,
 )
+from pion.errors import utf8
 
 __all__ = [
     "NULL_ARRAY",
@@ -89,6 +90,7 @@ def encode_commands(commands: Iterable[Iterable[Part]]) -> list[bytes | memoryvi
 
     Raises:
         LocalProtocolError: an empty command, or an argument of another type.
+        ArgumentError: a str without UTF-8; the text says which one.
     """
     out: list[bytes | memoryview] = []
     joined = bytearray()
@@ -97,8 +99,8 @@ def encode_commands(commands: Iterable[Iterable[Part]]) -> list[bytes | memoryvi
         if not parts:
             raise LocalProtocolError("a command needs at least its name")
         joined += b"*%d\r\n" % len(parts)
-        for part in parts:
-            data = _argument(part)
+        for number, part in enumerate(parts):
+            data = utf8(part, _called(parts, number)) if isinstance(part, str) else _argument(part)
             n = data.nbytes if isinstance(data, memoryview) else len(data)
             joined += b"$%d\r\n" % n
             if n >= SEPARATE:
@@ -113,11 +115,15 @@ def encode_commands(commands: Iterable[Iterable[Part]]) -> list[bytes | memoryvi
     return out
 
 
-def _argument(part: Part) -> bytes | memoryview:
+def _called(parts: list[Part], number: int) -> str:
+    name = parts[0]
+    text = name if isinstance(name, str) else repr(name)
+    return f"argument {number} of {text}" if number else "the name of the command"
+
+
+def _argument(part: bytes | bytearray | memoryview | float) -> bytes | memoryview:
     if isinstance(part, bytes):
         return part
-    if isinstance(part, str):
-        return part.encode()
     if isinstance(part, bool) or part is None:
         raise LocalProtocolError(f"an argument cannot be {part!r}; say what the command expects, such as 1 or 0")
     if isinstance(part, int):

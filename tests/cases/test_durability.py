@@ -1,16 +1,17 @@
-"""B1, B5, B12: what a restart must bring back, and what it must not."""
+"""B1, B5, B7, B12: what a restart must bring back, and what it must not."""
 
 from __future__ import annotations
 
 import random
 import re
+import resource
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.process import Process
-from tests.support.raw import Raw, ReplyError
+from tests.support.raw import Raw, ReplyError, frame
 
 RNG = random.Random(20)
 DIM = 32
@@ -303,3 +304,30 @@ def test_a_second_server_on_the_directory_refuses_and_names_the_first(tmp_path: 
             Process(tmp_path / "data").start()
         with Raw(first.port) as conn:
             assert conn.ok("PING") == "PONG"
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="a limit of another process")
+def test_b7_a_log_that_cannot_be_written_ends_no_connection(tmp_path: Path) -> None:
+    """One answer for each command that was pipelined, reads go on, and writes do once there is room."""
+    with Process(tmp_path / "data") as process, Raw(process.port) as conn:
+        assert conn.ok("SET", "before", "1") == "OK"
+        (log,) = (tmp_path / "data").glob("pion.wal.*")
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size + 100, hard))
+        try:
+            conn.send(frame("SET", "big", b"x" * 4000) + frame("HSET", "h", "f", "v") + frame("LASTSAVE"))
+            first, second = conn.read(), conn.read()
+            for reply in (first, second):
+                assert isinstance(reply, ReplyError)
+                assert str(reply).startswith("MISCONF Errors writing to the log: "), reply
+            conn.read()
+            assert conn.ok("GET", "before") == b"1"
+            assert conn.ok("PING") == "PONG"
+        finally:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        deadline = time.monotonic() + 20
+        while conn.call("SET", "after", "2") != "OK":
+            assert time.monotonic() < deadline
+        process.restart()
+        with Raw(process.port) as again:
+            assert again.ok("GET", "after") == b"2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,3 +168,61 @@ def test_b1_the_log_and_the_index_are_changed_under_the_server(server: Process, 
         assert conn.ok("KV.PREFIX.LOOKUP", "ns") == "HIT"
         assert conn.ok("KV.PREFIX.LOOKUP", "other") == "MISS"
         assert _fetch(conn, "ns") == BODY
+
+
+# --- directories and the lock are removed under the server -----------------------------------------------------------
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_b14_a_removed_trash_keeps_no_dropped_file(server: Process) -> None:
+    """Without kv/trash there was nowhere to move a file: it must not stay, uncounted."""
+    path = _file(server, "ns")
+    shutil.rmtree(server.directory / "kv/trash")
+    with Raw(server.port) as conn:
+        assert conn.ok("KV.PREFIX.DROP", "ns") == 1
+        assert not path.exists()
+        assert _fetch(conn, "other") == OTHER
+        _said(server, "kv/trash was removed under the running server")
+
+
+def test_b1_a_removed_quarantine_is_made_again(server: Process) -> None:
+    """Somebody moves away what was set aside, with its directory: the next damaged entry is kept all the same."""
+    server.restart()
+    path = _file(server, "ns")
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 3] ^= 1
+    path.write_bytes(damaged)
+    shutil.rmtree(server.directory / "quarantine")
+    with Raw(server.port) as conn:
+        fetches = [conn.call("V.FETCH", f"ns{side}", 0, "RANGE", 0, ROWS, "FMT", "NATIVE") for side in ("_pk", "_pv")]
+        assert any(isinstance(reply, ReplyError) for reply in fetches)
+    for _ in range(2):
+        assert len(_names(server.directory / "quarantine")) == 1
+        server.restart()
+
+
+def test_b1_everything_is_removed_under_the_server(server: Process) -> None:
+    """What was there is gone; what is stored from then on is kept, and called durable."""
+    shutil.rmtree(server.directory / "kv")
+    with Raw(server.port) as conn:
+        assert isinstance(_fetch(conn, "ns"), ReplyError)
+        for side in ("_pk", "_pv"):
+            conn.ok("KV.PREFIX.REGISTER", "new", DIM, "fp16", "ROWS", ROWS, "LAYERS", 1)
+            conn.ok("V.STOREBATCH", "new" + side, 0, 0, ROWS, BODY, "FMT", "F16")
+        conn.ok("KV.PREFIX.COMMIT")
+    server.restart()
+    with Raw(server.port) as conn:
+        assert _fetch(conn, "new") == BODY
+        assert conn.ok("KV.PREFIX.LOOKUP", "other") == "MISS"
+
+
+def test_a_removed_lock_lets_no_second_server_in(server: Process) -> None:
+    (server.directory / "pion.lock").unlink()
+    with pytest.raises(RuntimeError, match="is in use by another process"):
+        Process(server.directory).start()
+    with Raw(server.port) as conn:
+        assert _fetch(conn, "ns") == BODY
+    server.restart()

@@ -26,6 +26,11 @@ LENGTHS = (15, 16, 17, 60)  # a block of 16 and its neighbours; beyond every win
 _names = itertools.count()
 
 
+def drawn(count: int) -> list[int]:
+    """Ids that no other prefix begins with: a stored one that does would be reused."""
+    return families.tokens(count, next(_names) + 1000)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with start_server("--kvcache", dir=tmp_path_factory.mktemp("data")) as running:
@@ -75,10 +80,13 @@ def test_d11_a_fetched_cache_answers_exactly_as_the_computed_one(
     model, other = families.tiny(family), families.tiny(family)
     first, second = cache_of(model), cache_of(other)
     for count in LENGTHS:
-        ids = families.tokens(count)
+        ids = drawn(count)
         cold, warm = first.get_or_prefill(ids, f"{ns}-{count}"), second.get_or_prefill(ids, f"{ns}-{count}")
         assert shown(cold) == shown(warm)
-        assert same(families.logits(model, cold, SUFFIX), families.logits(other, warm, SUFFIX)), count
+        alone = prefill(model, ids, None)
+        want = families.logits(model, alone, SUFFIX)
+        assert same(families.logits(model, cold, SUFFIX), want), count
+        assert same(families.logits(other, warm, SUFFIX), want), count
         assert same(families.logits(model, cold, [1]), families.logits(other, warm, [1])), count
         assert second.stats()["last"]["reused"] == count
     assert (first.hits, second.hits, second.misses, second.store_errors) == (0, len(LENGTHS), 0, 0)
@@ -87,7 +95,7 @@ def test_d11_a_fetched_cache_answers_exactly_as_the_computed_one(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["jamba", "gemma3"])
 def test_d11_in_sixteen_bits(cache_of: Callable[..., PionPromptCache], ns: str, family: str, dtype: str) -> None:
-    model, ids = families.tiny(family, dtype), families.tokens(33)
+    model, ids = families.tiny(family, dtype), drawn(33)
     pc = cache_of(model, vquant="fp16")
     cold, warm = pc.get_or_prefill(ids, ns), pc.get_or_prefill(ids, ns)
     assert pc.hits == 1
@@ -105,7 +113,7 @@ def test_d14_another_process_and_a_restarted_server_give_the_same_answers(tmp_pa
                 model = families.tiny(family)
             except pytest.skip.Exception:
                 continue
-            ids = families.tokens(50)
+            ids = drawn(50)
             with PionPromptCache(model, vquant="native", port=process.port) as pc:
                 want.append(families.logits(model, pc.get_or_prefill(ids, f"ns {family}"), SUFFIX))
                 assert (pc.misses, pc.store_errors) == (1, 0), family
@@ -113,8 +121,9 @@ def test_d14_another_process_and_a_restarted_server_give_the_same_answers(tmp_pa
         quantized = {"kv_bits": 8, "kv_group_size": 32}
         model = families.tiny("qwen2")
         with PionPromptCache(model, vquant="native", port=process.port, **quantized) as pc:
-            want.append(families.logits(model, pc.get_or_prefill(families.tokens(50), "quantized"), SUFFIX))
-        jobs.append({"family": "qwen2", "ns": "quantized", "ids": families.tokens(50), "options": quantized})
+            ids = drawn(50)
+            want.append(families.logits(model, pc.get_or_prefill(ids, "quantized"), SUFFIX))
+        jobs.append({"family": "qwen2", "ns": "quantized", "ids": ids, "options": quantized})
         for restarted in (False, True):
             if restarted:
                 process.restart()
@@ -128,7 +137,7 @@ def test_d14_another_process_and_a_restarted_server_give_the_same_answers(tmp_pa
 def test_formats_apply_to_rows_and_never_to_states(
     cache_of: Callable[..., PionPromptCache], ns: str, family: str
 ) -> None:
-    model, ids = families.tiny(family, "float16"), families.tokens(40)
+    model, ids = families.tiny(family, "float16"), drawn(40)
     pc = cache_of(model, vquant="int8")
     cold, warm = pc.get_or_prefill(ids, ns), pc.get_or_prefill(ids, ns)
     assert (pc.hits, pc.store_errors) == (1, 0)
@@ -146,7 +155,7 @@ def test_formats_apply_to_rows_and_never_to_states(
 @pytest.mark.parametrize("count", [15, 16, 17, 60])
 def test_quantized_and_rotating_caches_by_option(cache_of: Callable[..., PionPromptCache], ns: str, count: int) -> None:
     """kv_bits and max_kv_size as mlx-lm's generate takes them; each kind is another prefix."""
-    model, ids = families.tiny("qwen2"), families.tokens(count)
+    model, ids = families.tiny("qwen2"), drawn(count)
     kinds = {"plain": {}, "8": {"kv_bits": 8, "kv_group_size": 32}, "4": {"kv_bits": 4, "kv_group_size": 32}}
     kinds["window"] = {"max_kv_size": 32}
     for name, options in kinds.items():
@@ -165,7 +174,7 @@ def test_mlx_lm_goes_on_with_what_is_returned(
     """save and load, trim, quantize; and every call returns an independent copy."""
     lm = pytest.importorskip("mlx_lm.models.cache")
     for family in ("llama", "jamba", "gemma3"):
-        model, ids = families.tiny(family), families.tokens(30)
+        model, ids = families.tiny(family), drawn(30)
         pc = cache_of(model)
         kept = shown(pc.get_or_prefill(ids, f"{ns}-{family}"))
         one, two = (pc.get_or_prefill(ids, f"{ns}-{family}") for _ in range(2))
@@ -193,7 +202,7 @@ def test_mlx_lm_goes_on_with_what_is_returned(
 
 @pytest.mark.parametrize("family", ["llama", "jamba", "gemma3", "deepseek_v32"])
 def test_put_stores_a_cache_that_the_caller_has(cache_of: Callable[..., PionPromptCache], ns: str, family: str) -> None:
-    model, ids = families.tiny(family), families.tokens(45)
+    model, ids = families.tiny(family), drawn(45)
     mine = prefill(model, ids[:40], None)
     model(mx.array([ids[40:]]), cache=mine)  # as a generation goes on
     pc = cache_of(model)
@@ -205,7 +214,7 @@ def test_put_stores_a_cache_that_the_caller_has(cache_of: Callable[..., PionProm
 
 
 def test_put_refuses_what_is_not_so(cache_of: Callable[..., PionPromptCache], ns: str) -> None:
-    model, ids = families.tiny("qwen2"), families.tokens(20)
+    model, ids = families.tiny("qwen2"), drawn(20)
     pc = cache_of(model)
     with pytest.raises(ValueError, match="a KVCache of 20 tokens in a cache that should hold 19"):
         pc.put(prefill(model, ids, None), ids[:19], ns)
@@ -231,7 +240,7 @@ def test_put_refuses_what_is_not_so(cache_of: Callable[..., PionPromptCache], ns
 def test_d8_a_manifest_that_says_nonsense_is_a_miss(
     cache_of: Callable[..., PionPromptCache], ns: str, blob: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, ids = families.tiny("gemma3"), families.tokens(20)
+    model, ids = families.tiny("gemma3"), drawn(20)
     pc = cache_of(model)
     want = shown(pc.get_or_prefill(ids, ns))
     assert pc.resp.call("SSM.PREFIX.STORE", ns, 0, blob) == b"+OK\r\n"
@@ -245,7 +254,7 @@ def test_a_state_of_another_leaf_is_never_used(
     cache_of: Callable[..., PionPromptCache], ns: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """States of the same shape exchanged, cut off, and of another moment."""
-    model, ids = families.tiny("gemma3"), families.tokens(20)
+    model, ids = families.tiny("gemma3"), drawn(20)
     pc = cache_of(model)
     want = shown(pc.get_or_prefill(ids, ns))
     pc.get_or_prefill(ids[:19], f"{ns}-other")

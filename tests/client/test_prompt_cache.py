@@ -17,7 +17,7 @@ import pytest
 
 from pion import Client, PionPromptCache
 from pion.client.caches import PionMlxCompatError, pack_rows
-from pion.errors import MismatchError
+from pion.errors import ArgumentError, MismatchError
 from pion.testing import server as start_server
 from tests.support import models
 
@@ -430,3 +430,16 @@ def test_the_seeds_name_exports_the_same_class() -> None:
     done = subprocess.run([sys.executable, "-m", "pion_vllm_mlx", "serve"], capture_output=True, text=True, check=False)
     assert (done.returncode, "'serve' is not in this version" in done.stderr) == (2, True)
     assert Path(pion_vllm_mlx.__file__).parent.name == "pion_vllm_mlx"
+
+
+def test_a_namespace_without_utf8_is_refused_by_name(cache_of: Callable[..., PionPromptCache]) -> None:
+    pc = cache_of(models.tiny_llama())
+    lone = "a\ud800b"
+    for call in (
+        lambda: pc.get_or_prefill(IDS, lone),
+        lambda: pc.lookup(lone),
+        lambda: pc.explain(IDS, lone),
+        lambda: pc.drop(lone),
+    ):
+        with pytest.raises(ArgumentError, match=r"^the namespace has no UTF-8: .*lone surrogate"):
+            call()

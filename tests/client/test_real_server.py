@@ -14,7 +14,7 @@ import trio
 from pion.client.async_ import AsyncClient
 from pion.client.errors import IncompleteError, PrefixMissError
 from pion.client.sync import Client
-from pion.errors import AuthenticationError, CommandError, MismatchError
+from pion.errors import ArgumentError, AuthenticationError, CommandError, MismatchError, PionError
 from pion.testing import Server
 from pion.testing import server as start_server
 
@@ -270,3 +270,42 @@ def test_rows_with_a_digest_are_not_overwritten_by_rows_without(client: Client) 
     assert client.fetch("mine").k.max() == 2
     with pytest.raises(MismatchError):
         client.fetch("mine", digest="aa" * 32)
+
+
+def test_text_without_utf8_is_refused_by_name_and_spoils_nothing(client: Client) -> None:
+    rows = words(np.float16, 1, (1, 1, 2, 8))
+    lone = "a\ud800b"
+    calls: list[tuple[str, Any]] = [
+        ("the namespace", lambda: client.store(lone, rows, rows)),
+        ("the namespace", lambda: client.fetch(lone)),
+        ("the namespace", lambda: client.lookup(lone)),
+        ("the namespace", lambda: client.drop("fine", lone)),
+        ("digest", lambda: client.store("ns", rows, rows, digest=lone)),
+        ("digest", lambda: client.fetch("ns", digest=lone)),
+        ("parent", lambda: client.store("ns", rows, rows, parent=lone)),
+        ("scope", lambda: client.store("ns", rows, rows, scope=lone)),
+        ("argument 1 of SET", lambda: client.call("SET", lone, b"1")),
+        ("argument 2 of SET", lambda: client.pipeline([["PING"], ["SET", "k", lone]])),
+        ("the password", lambda: Client(password=lone)),
+        ("the client_name", lambda: Client(client_name=lone)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ArgumentError, match=rf"^{name} has no UTF-8: .*lone surrogate") as caught:
+            call()
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, PionError)
+    assert not client.lookup("ns")
+    assert client.ping()
+
+
+def test_the_database_of_a_url_is_used_for_keys_and_prefixes_are_in_none(server: Server, client: Client) -> None:
+    rows = words(np.float16, 1, (1, 1, 2, 8))
+    with Client(f"pion://{server.host}:{server.port}/7") as other:
+        other.call("SET", "key", b"in 7")
+        other.store("ns", rows, rows)
+    assert client.call("GET", "key") is None
+    assert client.lookup("ns")
+    with Client(host=server.host, port=server.port, db=7) as again:
+        assert again.call("GET", "key") == b"in 7"
+    with Client(f"pion://{server.host}:{server.port}/99") as none, pytest.raises(CommandError, match="DB index"):
+        none.ping()

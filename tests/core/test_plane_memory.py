@@ -461,15 +461,44 @@ def test_the_log_is_written_before_replies_and_its_failure_is_told(tmp_path):
         keyspace.attach_log(broken, size, 1)
         reader = open_conn(plane)
         plane.feed(reader, frame("GET", "a"))
-        plane.feed(conn, frame("PING") + frame("SET", "a", "3") + frame("GET", "a"))
-        expect = os.strerror(errno.EBADF).encode()
-        assert plane.take_output(conn) == b"-MISCONF Errors writing to the log: " + expect + b"\r\n"
-        assert conn.closed
+        plane.feed(conn, frame("PING") + frame("SET", "a", "3") + frame("GET", "a") + frame("BIG", "20000"))
+        refused = b"-MISCONF Errors writing to the log: " + os.strerror(errno.EBADF).encode() + b"\r\n"
+        assert plane.take_output(conn) == b"+PONG\r\n" + 3 * refused
+        assert not conn.closed
+        assert ask(plane, conn, "PING") == b"+PONG\r\n"
         assert plane.take_output(reader) == b"$1\r\n1\r\n"
         assert ask(plane, reader, "SET", "a", "4") == b"-ERR slow SET\r\n"
         keyspace.detach_log()
         os.close(broken)
     os.close(fd)
+
+
+def test_every_command_of_a_batch_that_cannot_be_logged_is_answered(tmp_path):
+    """A client that pipelines counts replies: none too few, whether C, Python or somebody later gives them."""
+    keyspace = Keyspace(seed=1)
+    broken = os.open(tmp_path, os.O_RDONLY)
+    refused = b"-MISCONF Errors writing to the log: " + os.strerror(errno.EBADF).encode() + b"\r\n"
+    with memory_plane(tmp_path, keyspace=keyspace) as (plane, commands):
+        conn = open_conn(plane)
+        keyspace.attach_log(broken, 0, 1)
+        plane.feed(conn, frame("PYSET", "b", "2") + frame("PING") + frame("BIG", "20000") + frame("LATER"))
+        assert plane.take_output(conn) == 3 * refused
+        plane.feed(conn, frame("PING"))
+        plane.resume(conn, b"nothing written")
+        assert plane.take_output(conn) == b"$15\r\nnothing written\r\n+PONG\r\n"
+        assert not conn.closed
+        assert commands.later == [conn]
+        keyspace.detach_log()
+    with memory_plane(tmp_path, keyspace=Keyspace(seed=1)) as (plane, commands):
+        conn = open_conn(plane)
+        commands.keyspace.attach_log(broken, 0, 1)
+        plane.feed(conn, frame("LATER"))
+        commands.keyspace.set(0, b"k", b"written while it was pending")
+        plane.resume(conn, b"done")
+        assert plane.take_output(conn) == refused
+        assert ask(plane, conn, "PING") == b"+PONG\r\n"
+        commands.keyspace.detach_log()
+    os.close(broken)
 
 
 def test_arguments_of_the_plane():

@@ -17,10 +17,6 @@ OTHER = "11ee" * 16
 MISMATCH = re.compile(rb"-MISMATCH [^\r\n]+\r\n")
 
 
-def refused(word: str) -> str:
-    return f"ERR KV.PREFIX.{word} is not in this version"
-
-
 CASES = [
     # §4.1 -------------------------------------------------------------------------------------------------
     case(
@@ -106,12 +102,25 @@ CASES = [
         "design 6",
         *[
             (cmd(f"KV.PREFIX.REGISTER e3 4 fp16 {word}"), f"ERR KV.PREFIX.REGISTER option {word} needs a value")
-            for word in ("PREFILL_MS", "ROWS", "LAYERS", "DIGEST", "SCOPE", "PARENT", "HEADS", "HEAD_DIM", "ROPE")
+            for word in [
+                "PREFILL_MS",
+                "ROWS",
+                "LAYERS",
+                "STATES",
+                "DIGEST",
+                "SCOPE",
+                "PARENT",
+                "HEADS",
+                "HEAD_DIM",
+                "ROPE",
+            ]
         ],
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROWS 0"), "ERR ROWS out of range (1..200000)"),
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROWS 200001"), "ERR ROWS out of range (1..200000)"),
-        (cmd("KV.PREFIX.REGISTER e3 4 fp16 LAYERS 0"), "ERR LAYERS out of range (1..80)"),
-        (cmd("KV.PREFIX.REGISTER e3 4 fp16 LAYERS 81"), "ERR LAYERS out of range (1..80)"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 ROWS 1 LAYERS 0"), "ERR LAYERS out of range (1..80; 0 with STATES)"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 LAYERS 81"), "ERR LAYERS out of range (0..80)"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 STATES -1"), "ERR STATES out of range (0..65536)"),
+        (cmd("KV.PREFIX.REGISTER e3 4 fp16 STATES 65537"), "ERR STATES out of range (0..65536)"),
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 HEADS 0"), "ERR HEADS out of range (1..8192)"),
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 HEAD_DIM 8193"), "ERR HEAD_DIM out of range (1..8192)"),
         (cmd("KV.PREFIX.REGISTER e3 4 fp16 HEADS 3 HEAD_DIM 2"), "ERR HEADS * HEAD_DIM must equal kv_dim"),
@@ -401,10 +410,21 @@ CASES = [
         (cmd("KV.PREFIX.DROP y1"), b":1\r\n"),
         (cmd("KV.PREFIX.WHY y1"), re.compile(rb"\$\d+\r\ndropped[^\r\n]*\r\n")),
     ),
-    errors(
-        "commands of later versions are refused by name",
+    case(
+        "prefixes of a scope that begin alike",
         "design 6",
-        (cmd("KV.PREFIX.MATCH sc 1 %", u64s(1)), refused("MATCH")),
+        (cmd("KV.PREFIX.REGISTER m1 1 fp16 ROWS 32 LAYERS 0 STATES 1 SCOPE sc BLOCKS 16 2 %", u64s(1, 2)), OK),
+        (cmd("KV.PREFIX.MATCH sc 1 %", u64s(1)), b"*0\r\n"),
+        (cmd("SSM.PREFIX.STORE m1 0 x"), OK),
+        (
+            cmd("KV.PREFIX.MATCH sc 3 %", u64s(1, 2, 3)),
+            (b"*1\r\n*4\r\n$2\r\nm1\r\n:2\r\n:32\r\n$-1\r\n", b"*1\r\n*4\r\n$2\r\nm1\r\n:2\r\n:32\r\n_\r\n"),
+        ),
+        (cmd("KV.PREFIX.MATCH sc 2 %", u64s(2, 1)), b"*0\r\n"),
+        (cmd("KV.PREFIX.MATCH elsewhere 1 %", u64s(1)), b"*0\r\n"),
+        (cmd("KV.PREFIX.MATCH sc 2 %", u64s(1)), err("ERR hash_blob length mismatch")),
+        (cmd("KV.PREFIX.MATCH sc 1 % LIMIT 257", u64s(1)), err("ERR LIMIT out of range (1..256)")),
+        (cmd("KV.PREFIX.MATCH sc 1"), err("ERR KV.PREFIX.MATCH requires: scope hash_count hash_blob [LIMIT n]")),
     ),
     case(
         "pin, expire, persist, lease, info of one",
@@ -515,8 +535,8 @@ CASES = [
         (cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 dim=4 LAYERS 1"), "ERR ROWS and LAYERS are declared together"),
         (
             cmd("KV.PREFIX.REGISTER.SCHEMA q1 1 dim=4 dim=4 NOPE"),
-            "ERR KV.PREFIX.REGISTER.SCHEMA unknown option 'NOPE' (BLOCKS, PREFILL_MS, ROWS, LAYERS, DIGEST, SCOPE, "
-            "PARENT, HEADS, HEAD_DIM, ROPE, REPLACE)",
+            "ERR KV.PREFIX.REGISTER.SCHEMA unknown option 'NOPE' (BLOCKS, PREFILL_MS, ROWS, LAYERS, STATES, DIGEST, "
+            "SCOPE, PARENT, HEADS, HEAD_DIM, ROPE, REPLACE)",
         ),
         (cmd("V.INFO q1_pk"), "ERR session not found"),
     ),

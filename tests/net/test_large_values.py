@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,3 +143,28 @@ def test_announced_values_take_no_room_from_others(process: Process) -> None:
     finally:
         for sock in waiting:
             sock.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the file size of a running process")
+@pytest.mark.parametrize("policy", ["everysec", "always"])
+def test_a_full_disk_is_named(tmp_path: Path, policy: str) -> None:
+    """The value before stays, the connection goes on, and there is room again without a restart."""
+    with Process(tmp_path / "data", "--appendfsync", policy) as process, connect(process) as sock:
+        values = {"a": os.urandom(MIB), "b": os.urandom(3 * MIB)}
+        for key, value in values.items():
+            sock.sendall(frame("SET", key, value))
+            assert read(sock, 5) == b"+OK\r\n"
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64 << 10, hard))
+        for key, value in values.items():
+            sock.sendall(frame("SET", key, bytes(len(value))))
+            want = b"-ERR SET failed: File too large\r\n"
+            assert read(sock, len(want)) == want
+            value_of(sock, key, value)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        sock.sendall(frame("SET", "a", bytes(MIB)))
+        assert read(sock, 5) == b"+OK\r\n"
+        process.restart()
+        with connect(process) as again:
+            value_of(again, "a", bytes(MIB))
+            value_of(again, "b", values["b"])

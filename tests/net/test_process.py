@@ -15,6 +15,8 @@ import pytest
 
 from pion import testing
 from tests.support.plane import frame
+from tests.support.process import Process
+from tests.support.raw import Raw
 
 
 def raw(port: int) -> socket.socket:
@@ -60,6 +62,29 @@ def test_the_ready_line_is_one_write(tmp_path: Path):
         assert process.wait(30) == 0
         reader.close()
         writer.close()
+
+
+@pytest.mark.parametrize("given", [[], ["--max-bytes", "64mb", "--max-sessions", "1000", "--workers", "3"]])
+def test_config_get_answers_what_the_running_server_uses(tmp_path: Path, given: list[str]) -> None:
+    with Process(tmp_path / "data", *given) as process, Raw(process.port) as conn:
+
+        def get(name: str) -> str:
+            found = conn.ok("CONFIG", "GET", name)
+            assert found[0] == name.encode()
+            return str(found[1].decode())
+
+        assert get("max-bytes") == conn.fields("KV.PREFIX.INFO")["vstore_max_bytes"]
+        assert int(get("max-bytes")) == 64 << 20 if given else int(get("max-bytes")) > 1 << 20
+        assert get("max-sessions") == ("1000" if given else "65536")
+        assert get("workers") == ("3" if given else "2")
+        assert get("dir") == str(tmp_path / "data")
+        assert get("port") == str(process.port)
+        assert get("appendfsync") == "everysec"
+        assert get("unixsocketperm") == "700"
+        for name in ("max-bytes", "max-sessions", "dir", "workers", "port"):
+            assert conn.ok("CONFIG", "SET", name, get(name)) == "OK", "nothing is changed"
+            refused = conn.call("CONFIG", "SET", name, "7")
+            assert f"argument '{name}') - can't set immutable config" in str(refused)
 
 
 def test_a_second_signal_ends_a_patient_server_at_once():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from pion._core import stream, vstore
 from pion.errors import StorageError
-from pion.store import index
+from pion.store import index, layout
 from pion.store.engine import Engine
 
 from .model import F16, words
@@ -94,6 +96,21 @@ def test_b3_a_failed_flush_is_told_to_everybody_and_never_forgotten(
     with Engine(engine.root, ticker=False) as again:
         assert again.lookup(b"ns")
         again.commit()
+
+
+def test_commit_goes_on_without_a_removed_file(engine: Engine) -> None:
+    """Of an entry whose descriptor was given back: it goes out of service, and the others are flushed."""
+    fill(engine, b"ns")
+    fill(engine, b"other")
+    with engine._store.lock:
+        for _ in range(2):
+            engine._store.spare_descriptors()
+    assert engine.root is not None
+    (engine.root / layout.entry_path(layout.PREFIX + b"ns")).unlink()
+    engine.commit()
+    assert engine.info()["wal_bytes"] == 0
+    assert not engine.lookup(b"ns")
+    assert engine.lookup(b"other")
 
 
 def test_always_flushes_before_it_answers(tmp_path: Path, flushes: list[int]) -> None:
@@ -271,6 +288,33 @@ def test_commit_needs_few_descriptors(tmp_path: Path) -> None:
     with Engine(tmp_path / "data", ticker=False) as again:
         assert all(again.lookup(b"p%d" % i) for i in range(400))
         assert fetched(again, b"p0_pk", 0, 16, native=True) == blob
+
+
+_FEW = """
+import os, resource, sys
+from pion.limits import FORMATS
+from pion.store.engine import Engine
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+engine = Engine(sys.argv[1], ticker=False)
+for i in range(100):
+    if sys.argv[2] == "again":
+        assert engine.lookup(b"p%d" % i), i
+        continue
+    engine.register(b"p%d" % i, 8, FORMATS["fp16"])
+    for side in (b"_pk", b"_pv"):
+        engine.v_store(b"p%d" % i + side, 0, 0, 1, bytes(16), "F16")
+if sys.argv[2] == "commit":
+    engine.commit()
+os._exit(0)
+"""
+
+
+def test_a_process_of_48_descriptors(tmp_path: Path) -> None:
+    """A flush, and a start after a kill, which opens what was dirty, leave descriptors for what comes after them."""
+    for step in ("fill", "commit", "again"):
+        done = subprocess.run([sys.executable, "-c", _FEW, tmp_path / "data", step], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("few_descriptors")

@@ -131,6 +131,34 @@ def test_what_a_kill_leaves_is_no_problem(tmp_path: Path, capsys: pytest.Capture
     assert out.count("of a write that was interrupted; the next start cuts them off") == 2
 
 
+@pytest.mark.parametrize("torn", [False, True], ids=["whole records", "a torn one"])
+@pytest.mark.parametrize("committed", [True, False])
+def test_b1_missing_records_are_a_problem_if_they_had_been_flushed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, committed: bool, torn: bool
+) -> None:
+    with Engine(tmp_path / "live", ticker=False) as engine:
+        fill(engine, b"ns")
+        if committed:
+            engine.commit()
+        root = crash(tmp_path / "live", tmp_path / "killed")
+    path = _entry(root, b"ns")
+    fd = os.open(path, os.O_RDONLY)
+    head = framing.read_file_header(fd)
+    last = list(framing.Scanner(fd, head.size, head.seed))[-1]
+    os.close(fd)
+    os.truncate(path, last.offset + 100 * torn)
+    assert main(["check", str(root)]) == (1 if committed else 0)
+    said = f"problem: {path.relative_to(root)}: offset {last.offset}: its records end here: those up to "
+    assert (said in capsys.readouterr().out) == committed
+    with Engine(root, ticker=False) as engine:
+        assert engine.info()["vstore_shortened"] == committed
+        assert ("what followed is lost" in caplog.text) == committed
+    assert main(["check", str(root)]) == 0, "it was told once"
+    with Engine(root, ticker=False) as engine:
+        assert engine.v_fetch_range(b"ns_pk", 0, 0, 16) is not None
+        assert engine.info()["vstore_shortened"] == 0
+
+
 def test_a_server_holds_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Process(tmp_path / "data") as process:
         assert main(["check", str(tmp_path / "data")]) == 2
