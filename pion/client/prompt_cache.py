@@ -16,35 +16,31 @@ import logging
 import os
 import ssl as tls
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from pion.client import assembly, caches, calls, flights, progress, slots
+from pion.client import assembly, caches, calls, flights, progress
 from pion.client.address import Address
 from pion.client.caches import CacheOptions, Layout, Prefilled
 from pion.client.explain import Explanation, explain
 from pion.client.formats import Formats
-from pion.client.identity import prefix_digest
 from pion.client.link import Link
-from pion.client.mlx_arrays import mlx_modules
 from pion.client.namespace import make_namespace, token_array
 from pion.client.raw import RawCommands
-from pion.client.seam import BACK_OFF, split_at_seam, split_chat
-from pion.client.work import Checkpoints, Wanted, Work
-from pion.errors import MismatchError, utf8
-from pion.limits import DEFAULT_PORT, MAX_NAMESPACE
+from pion.client.texts import Texts
+from pion.client.work import Checkpoints, Wanted
+from pion.errors import MismatchError
+from pion.limits import DEFAULT_PORT
 
 __all__ = ["PionPromptCache"]
 
 log = logging.getLogger("pion.client")
 
 _LATER: Final = "is not in this version of Pion"
-_NEEDS_MODEL: Final = "this method requires a model — construct PionPromptCache(model) to use it"
 _OBSERVED_MAX: Final = 65_536  # namespaces whose misses are counted for admission_threshold
 
 
-class PionPromptCache(Work):
+class PionPromptCache(Texts):
     """Fetches a prefix's K/V and state from a Pion server, or computes and stores it.
 
     Args:
@@ -272,49 +268,6 @@ class PionPromptCache(Work):
         self._join()
         return stored == [True]
 
-    def prepare(self, tokenizer: Any, prefix: str, suffix: str, namespace: str) -> tuple[list[Any], list[int]]:
-        """The same for texts: a cache, and the ids still to be fed to the model.
-
-        The ids of ``prefix + suffix`` need not start with the ids of `prefix`: a tokenizer merges across the border.
-        The stored prefix is then cut back, by at most 8 tokens, to where the two agree.
-
-        Args:
-            tokenizer: anything with ``encode(text, add_special_tokens=...)``.
-            prefix: the shared text.
-            suffix: the rest, not empty.
-            namespace: the key of the prefix.
-        """
-        stored, kept, rest = split_at_seam(tokenizer.encode, prefix, suffix)
-        layout = self._layout()
-        before = max(0, len(stored) - BACK_OFF)  # so that a state that cannot be cut is there to go on from
-        cache = self.get_or_prefill(stored, namespace, checkpoints=None if layout.cuttable else [before])
-        if kept == len(stored):
-            return cache, rest
-        if all(slots.whole(leaf) for leaf in slots.leaves(cache)):
-            mlx_modules()[1].trim_prompt_cache(cache, len(stored) - kept)
-            return cache, rest
-        want = self._wanted(stored[:kept], namespace, layout)
-        return self._compute(want, layout, [namespace], [], "the seam").cache, rest
-
-    def prepare_chat(
-        self, tokenizer: Any, messages: Sequence[dict[str, Any]], namespace: str, **template: Any
-    ) -> tuple[list[Any], list[int]]:
-        """The same for a chat: a cache of what the next turn will begin with too, and the ids still to be fed.
-
-        What a template adds for this turn only, the generation prompt or an opened ``<think>``, is not stored. Each
-        turn stands under a name of its own, made of `namespace` and its tokens; the next one finds it by its tokens and
-        computes what is new. Ends of messages are checkpoints.
-
-        Args:
-            tokenizer: anything with ``apply_chat_template(messages, tokenize=True, add_generation_prompt=...)``.
-            messages: of the chat, the last one the user's.
-            namespace: of the chat, or of many with the same model.
-            template: further arguments of ``apply_chat_template``.
-        """
-        stable, rest, ends = split_chat(tokenizer, messages, **template)
-        name = make_namespace(namespace, prefix_digest(b"", stable))
-        return self.get_or_prefill(stable, name, checkpoints=ends), rest
-
     def lookup(self, namespace: str, prefix_token_ids: Any = None) -> bool:
         """Whether the server holds all of a namespace.
 
@@ -404,19 +357,6 @@ class PionPromptCache(Work):
 
     # --- policy ---------------------------------------------------------------------------------------------------
 
-    def _wanted(self, prefix_token_ids: Any, namespace: str, layout: Layout) -> Wanted:
-        ids = token_array(prefix_token_ids)
-        if not ids.size:
-            raise ValueError("the prefix has no tokens")
-        vocabulary = getattr(getattr(self.model, "args", None), "vocab_size", None)
-        if isinstance(vocabulary, int) and ids.max() >= vocabulary:  # mlx would read beyond the embeddings
-            raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
-        if not isinstance(namespace, str):
-            raise TypeError(f"a namespace is a str, not {type(namespace).__name__}; make_namespace() makes one")
-        if not 1 <= len(utf8(namespace, "the namespace")) <= MAX_NAMESPACE:
-            raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
-        return self._want(ids, namespace, layout)
-
     def _mismatch(self, namespace: str, reason: str, *, computed: bool = False, done: str = "computed") -> None:
         self._count(mismatches=1)
         if self.on_mismatch == "raise" and not computed:
@@ -434,8 +374,3 @@ class PionPromptCache(Work):
             if seen < self.admission_threshold:
                 self.admission_skips += 1
             return seen >= self.admission_threshold
-
-    def _layout(self) -> Layout:
-        if self.layout is None:
-            raise RuntimeError(_NEEDS_MODEL)
-        return self.layout
