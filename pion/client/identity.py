@@ -23,9 +23,10 @@ from typing import Any
 
 from pion.client.namespace import token_array
 
-__all__ = ["model_identity", "prefix_digest"]
+__all__ = ["cache_identity", "model_identity", "prefix_digest"]
 
 _DIGEST_TAG = b"pion prefix 1\0"  # raise the number when the meaning of the digest changes
+_CACHE_TAG = b"pion cache 1\0"
 _SAMPLES, _SAMPLE_BYTES = 4, 32
 _ALWAYS = ("rope", "theta", "head", "eps", "window", "softcap", "multiplier")
 
@@ -147,3 +148,13 @@ def _sampled(parameters: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, byte
         last = max(0, len(raw) - _SAMPLE_BYTES)
         starts = [last * step // (_SAMPLES - 1) for step in range(_SAMPLES)]
         yield name, array, b"".join(raw[start : start + _SAMPLE_BYTES] for start in starts)
+
+
+def cache_identity(model: bytes, kind: str) -> bytes:
+    """What K/V and state belong to: the model, and how its cache is made.
+
+    Args:
+        model: what `model_identity` returned.
+        kind: a text that says what the cache is made of; empty for plain K/V, whose identity is the model's.
+    """
+    return hashlib.sha256(_CACHE_TAG + model + kind.encode()).digest() if kind else model

@@ -24,6 +24,7 @@ from pion.client.cache_files import CacheFile, CacheFileError, Float, Layer, Qua
 from pion.client.caches import mlx_modules, words
 from pion.client.decode import NUMPY, Decoder
 from pion.client.formats import KEPT, described
+from pion.client.manifest import Manifest
 from pion.wire import raw
 
 __all__ = ["Arrays", "Described", "describe", "export_layers", "import_arrays", "labels", "read_labels"]
@@ -53,13 +54,16 @@ class Described:
     rope: float | None
 
 
-def describe(why: str, infos: Sequence[dict[str, str]], heads: int | None = None) -> Described:
+def describe(
+    why: str, infos: Sequence[dict[str, str]], heads: int | None = None, manifest: bytes | None = None
+) -> Described:
     """What can be exported of a prefix, if it can.
 
     Args:
         why: what KV.PREFIX.WHY says.
         infos: the lines of V.INFO of K and of V, by name.
         heads: of a row, for a prefix that was registered without HEADS.
+        manifest: its state 0, see `manifest`.
 
     Raises:
         CacheFileError: it is not complete, or a prompt-cache file cannot carry it.
@@ -71,7 +75,7 @@ def describe(why: str, infos: Sequence[dict[str, str]], heads: int | None = None
         raise CacheFileError(
             "it was registered without ROWS and LAYERS, so the store cannot know whether it is complete"
         )
-    if states := int(keys.get("states", 0)):
+    if (states := int(keys.get("states", 0))) and not _plain_rows(manifest):
         raise CacheFileError(
             f"it holds recurrent state of {states} layers: that is the model's own, no K/V of tokens; use --raw"
         )
@@ -86,6 +90,14 @@ def describe(why: str, infos: Sequence[dict[str, str]], heads: int | None = None
         raise CacheFileError(f"rows of {wrong[0]} values are not {known} heads")
     rope = float(keys["rope"]) if "rope" in keys else None
     return Described(layers, int(keys["rows"]), known, keys.get("digest"), rope)
+
+
+def _plain_rows(manifest: bytes | None) -> bool:
+    """Whether the states of an entry say no more than whose rows these are."""
+    try:
+        return manifest is not None and all(leaf.rows is not None for leaf in Manifest.parse(manifest).leaves)
+    except ValueError:  # the first state is a layer's own
+        return False
 
 
 # --- out of the store ------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ text, a cache would then hold K/V of tokens that are not in the request. So the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
-__all__ = ["BACK_OFF", "split_at_seam"]
+__all__ = ["BACK_OFF", "split_at_seam", "split_chat"]
 
 BACK_OFF: Final = 8  # tokens; a merge reaches back over one word, and few words have more
 
@@ -49,3 +49,62 @@ def split_at_seam(
     if kept < 1:
         raise ValueError("the prefix and the suffix must have at least one token each")
     return stored, kept, whole[kept:]
+
+
+_PROBE: Final = (
+    {"role": "assistant", "content": "."},
+    {"role": "user", "content": "."},
+)  # what a next turn may look like
+
+
+def split_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any
+) -> tuple[list[int], list[int], list[int]]:
+    """Tokenize a chat so that what is stored of it is what its next turn begins with.
+
+    Templates add to the last turn what is gone in the next one: a generation prompt, an opened ``<think>``. So the chat
+    is written down three times: to be answered, as it stands, and one turn later. What all begin with is stable.
+
+    Args:
+        tokenizer: anything with ``apply_chat_template(messages, tokenize=True, add_generation_prompt=...)``.
+        messages: of the chat.
+        template: further arguments of ``apply_chat_template``.
+
+    Returns:
+        ``(stable, rest, ends)``: ids to be stored; the ids to be fed behind them, at least one; and how many of the
+        stable ids the chat without its last, its last two, ... messages shares, ascending.
+
+    Raises:
+        ValueError: nothing is stable.
+    """
+
+    def ids(chat: Sequence[Mapping[str, Any]], prompt: bool) -> list[int]:
+        found = tokenizer.apply_chat_template(list(chat), tokenize=True, add_generation_prompt=prompt, **template)
+        if isinstance(found, Mapping):
+            found = found["input_ids"]
+        return [int(token) for token in found]
+
+    whole = ids(messages, True)
+    kept = len(whole) - 1
+    for other in (ids(messages, False), ids([*messages, *_PROBE], False)):
+        kept = min(kept, _common(whole, other))
+    if kept < 1:
+        raise ValueError("the template begins with something that is another in each turn")
+    ends = set()
+    for count in range(1, len(messages)):
+        try:
+            end = _common(whole, ids(messages[:count], False))
+        except Exception:  # templates refuse chats that do not end as they expect
+            continue
+        if 0 < end < kept:
+            ends.add(end)
+    return whole[:kept], whole[kept:], sorted(ends)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    same = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        same += 1
+    return same

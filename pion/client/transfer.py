@@ -1,90 +1,234 @@
 """One prefix over the wire: looked up, registered, stored and fetched, as steps for a connection pool.
 
-A store is one flight of commands behind its REGISTER, packed as the socket takes them. A fetch is one flight of five
-commands: all rows of K and of V are asked for at once, received layer by layer into one buffer, and copied from there
-into the model's arrays while the next ones travel.
+A store is one flight of commands behind its REGISTER, packed as the socket takes them: the rows, then the states. A
+fetch is one flight too: all rows of K and of V are asked for at once, received layer by layer into one buffer, and
+copied from there into the model's arrays while the next ones travel; the states follow.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from pion.client import caches
 from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
-from pion.client.errors import IncompleteError
+from pion.client.errors import IncompleteError, reply_error
 from pion.client.formats import KEPT, Sides, described, registration
+from pion.client.manifest import Manifest, held_tokens
 from pion.client.receive import Receiver
 from pion.client.restore import Restorer
 from pion.errors import CommandError, MismatchError, utf8
+from pion.wire.resp import ReplyError
 
-__all__ = ["Rows", "fetch", "lookup", "packed", "register", "send"]
+__all__ = [
+    "Entry",
+    "Found",
+    "Parts",
+    "Rows",
+    "fetch",
+    "lines_of",
+    "lookup",
+    "match_command",
+    "names_of",
+    "read",
+    "register",
+    "send",
+]
 
+_NEAR: Final = 4  # prefixes that begin alike to look at
 _WIRE: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 Rows = Iterable[tuple[int, int, np.ndarray[Any, Any]]]
 """(layer, side, rows) of a prompt cache; side 0 = K, 1 = V."""
 
 
-def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Steps[tuple[bool, list[Any]]]:
-    """Whether the server has the whole prefix; with `describe`, also the V.INFO of both sides, for `fetch`.
+@dataclass(frozen=True)
+class Entry:
+    """An entry as it was described at one moment.
+
+    Attributes:
+        namespace: its name.
+        infos: V.INFO of K and of V.
+        manifest: what it consists of; None: rows alone, by another writer.
+        ids: its tokens, when they were asked for.
+    """
+
+    namespace: str
+    infos: list[Any]
+    manifest: Manifest | None
+    ids: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """That it was registered with."""
+        return lines_of(self.infos[0]).get("digest")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup found.
+
+    Attributes:
+        outcome: ``hit``, ``miss`` or ``mismatch``.
+        reason: of a mismatch.
+        entry: of a hit, when it was to be described.
+        near: namespaces whose tokens begin alike, the most first.
+    """
+
+    outcome: str
+    reason: str = ""
+    entry: Entry | None = None
+    near: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What was fetched.
+
+    Attributes:
+        rows: (K, V) of each layer of rows, mlx arrays (1, H, count + room, D) that nobody else holds.
+        states: by number of the leaf, packed.
+    """
+
+    rows: list[tuple[Any, Any]]
+    states: dict[int, Any]
+
+
+def lookup(
+    namespace: str, digest: str | None, *, describe: bool = False, near: tuple[str, bytes] | None = None
+) -> Steps[Found]:
+    """Whether the server has the whole prefix.
+
+    Args:
+        namespace, digest: the prefix; without a digest any will do.
+        describe: also say what is there, for `fetch`.
+        near: scope, and hashes of the blocks of the tokens: also say which prefixes begin alike.
+    """
+    commands: list[list[Any]] = [
+        ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
+    ]
+    if describe:
+        commands += [*_infos(namespace), ["SSM.PREFIX.FETCH", namespace, 0]]
+    if near is not None and near[1]:
+        commands.append(match_command(near))
+    found, *more = yield Flight(commands)
+    names = names_of(more.pop()) if near is not None and near[1] else []
+    if isinstance(found, ReplyError):
+        error = reply_error(str(found))
+        if not isinstance(error, MismatchError):
+            raise error
+        return Found("mismatch", str(error), None, names)
+    if found != "HIT":
+        return Found("miss", "", None, names)
+    return Found("hit", "", _entry(namespace, more) if describe else None, names)
+
+
+def match_command(near: tuple[str, bytes]) -> list[Any]:
+    """The question which prefixes of a scope begin with these hashes of blocks."""
+    scope, hashes = near
+    return ["KV.PREFIX.MATCH", scope, len(hashes) // 8, hashes, "LIMIT", _NEAR]
+
+
+def names_of(reply: Any) -> list[str]:
+    """The namespaces in a reply of KV.PREFIX.MATCH."""
+    if not isinstance(reply, list):  # a server that does not know the command
+        return []
+    return [row[0].decode() for row in reply if isinstance(row, list) and row and isinstance(row[0], bytes)]
+
+
+def _entry(namespace: str, replies: Sequence[Any]) -> Entry:
+    raise_first(replies)
+    *infos, manifest = replies[:3]
+    try:
+        return Entry(namespace, infos, None if manifest is None else Manifest.parse(manifest))
+    except ValueError as error:
+        raise IncompleteError(str(error)) from error
+
+
+def read(namespace: str) -> Steps[Entry | None]:
+    """An entry with its tokens, which are proved to be those of its digest; None: there is none that says its tokens.
 
     Raises:
-        MismatchError: it is there for another digest.
+        IncompleteError: it says something that cannot be.
+        CommandError: the server refused.
     """
-    command: list[Any] = ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
-    found, *about = yield Flight([command, *(_infos(namespace) if describe else ())])
-    raise_first([found])
-    return found == "HIT", about
+    replies = yield Flight([*_infos(namespace), *(["SSM.PREFIX.FETCH", namespace, number] for number in (0, 1))])
+    if any(isinstance(reply, ReplyError) for reply in replies[:2]):  # dropped since
+        return None
+    *described_, ids = replies
+    entry = _entry(namespace, described_)
+    if entry.manifest is None or ids is None:
+        return None
+    raise_first([ids])
+    try:
+        return Entry(namespace, entry.infos, entry.manifest, held_tokens(entry.manifest, ids, entry.digest))
+    except ValueError as error:
+        raise IncompleteError(str(error)) from error
 
 
 def register(
     namespace: str, layout: Layout, sides: Sides, rows: int, digest: str, prefill_ms: int, blocks: tuple[int, bytes],
-    *, replace: bool,
+    *, states: int, scope: str, replace: bool,
 ) -> Steps[None]:  # fmt: skip
     """Declare a prefix: shape, formats, what a row is, whose it is, and hashes of its blocks of tokens.
 
+    Args:
+        layout: of its layers of rows, which may be none.
+        states: how many states belong to it.
+
     Raises:
-        MismatchError: the namespace holds something else, and not `replace`.
+        MismatchError: the namespace holds something else, and not `replace`. An incomplete store of the same prefix,
+            with other boundaries, is replaced.
     """
-    command = registration(namespace, layout.kv_dim, sides)
+    layers = layout.cache_len
+    command = registration(namespace, layout.kv_dim, sides) if layers else ["KV.PREFIX.REGISTER", namespace, 1, "fp16"]
     size, hashes = blocks
     if hashes:
         command += ["BLOCKS", size, len(hashes) // 8, hashes]
-    command += ["PREFILL_MS", prefill_ms, "ROWS", rows, "LAYERS", layout.cache_len, "DIGEST", digest]
-    command += ["HEADS", layout.n_kv_heads, "HEAD_DIM", layout.head_dim]
-    command += ["ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"]
-    (reply,) = yield Flight([[*command, "REPLACE"] if replace else command])
+    command += ["PREFILL_MS", prefill_ms, "ROWS", rows, "LAYERS", layers, "DIGEST", digest]
+    command += ["STATES", states, "SCOPE", scope]
+    if layers:
+        command += ["HEADS", layout.n_kv_heads, "HEAD_DIM", layout.head_dim]
+        command += ["ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"]
+    flight: list[list[Any]] = [[*command, "REPLACE"] if replace else command, _infos(namespace)[0]]
+    reply, info = yield Flight(flight)
+    if not replace and isinstance(reply, ReplyError) and reply.code == "MISMATCH" and isinstance(info, bytes):
+        lines = lines_of(info)
+        if lines.get("digest") == digest and lines.get("states") != str(states):
+            (reply,) = yield Flight([[*command, "REPLACE"]])
     expect_ok(reply, str(command[0]))
 
 
-def packed(cache: list[Any], rows: int) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
-    """The rows of a prompt cache, packed one layer-side at a time as they are asked for."""
-    for layer, state in enumerate(cache):
-        yield layer, 0, caches.pack_rows(state.keys, rows)
-        yield layer, 1, caches.pack_rows(state.values, rows)
+def send(
+    namespace: str, digest: str, dtype: str, count: int, rows: Rows, states: Mapping[int, Any], tail: Sequence[Command]
+) -> Steps[None]:
+    """Store rows, in the words the model has, which the server turns into the format of the entry, and states.
 
-
-def send(namespace: str, digest: str, dtype: str, count: int, rows: Rows) -> Steps[None]:
-    """Store rows in the words the model has; the server turns them into the format of the entry.
+    Args:
+        tail: sent behind them; its replies are nobody's business.
 
     Raises:
         CommandError: the first refusal. A prefix that is incomplete by it is dropped again.
-        IncompleteError: the entry was replaced meanwhile and may now hold rows of two prefixes. It was dropped.
+        IncompleteError: the entry was replaced meanwhile and may now hold parts of two prefixes. It was dropped.
     """
+    layers: set[int] = set()
 
     def commands() -> Iterator[Command]:
         for layer, side, data in rows:
+            layers.add(layer)
             yield "V.STOREBATCH", _sids(namespace)[side], layer, 0, count, data.data, "FMT", _WIRE[dtype]
-
+        for number, state in states.items():
+            yield "SSM.PREFIX.STORE", namespace, number, state
         yield from _infos(namespace)
+        yield from tail
 
-    *stored, keys, values = yield Flight(commands())
-    if not all(isinstance(info, bytes) and _lines(info).get("digest") == digest for info in (keys, values)):
+    replies = yield Flight(commands())
+    *stored, keys, values = replies[: len(replies) - len(tail)]
+    if not all(isinstance(info, bytes) and lines_of(info).get("digest") == digest for info in (keys, values)):
         raise_first([*stored, keys, values])
         yield Flight([["KV.PREFIX.DROP", namespace]])
         raise IncompleteError("the namespace was given to something else meanwhile; it was dropped")
@@ -92,8 +236,9 @@ def send(namespace: str, digest: str, dtype: str, count: int, rows: Rows) -> Ste
         for reply in stored:
             expect_ok(reply, "V.STOREBATCH")
     except CommandError:
-        layers = len(stored) // 2
-        if not all(_whole(_lines(info), layers, count) for info in (keys, values)):
+        of_states = stored[len(stored) - len(states) :] if states else []
+        lost = any(reply != "OK" for reply in of_states)
+        if lost or not all(_whole(lines_of(info), len(layers), count) for info in (keys, values)):
             yield Flight([["KV.PREFIX.DROP", namespace]])
         raise
 
@@ -102,9 +247,13 @@ def _whole(lines: dict[str, str], layers: int, count: int) -> bool:
     return all(lines.get(f"layer_{layer}_tokens") == str(count) for layer in range(layers))
 
 
-def _described(info: Any, digest: str, layout: Layout, count: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
+def _described(info: Any, digest: str, layout: Layout, rows: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
     """The format of each layer in a V.INFO reply, if the session is what this model can use."""
-    lines = _lines(info)
+    lines = lines_of(info)
+    if lines.get("digest") != digest:
+        raise IncompleteError("the prefix was replaced behind the lookup")
+    if not layout.cache_len:
+        return ()
     held = described(lines)
     if held != tuple((layout.kv_dim, fmt) for _, fmt in held) or len(held) != layout.cache_len:
         dims = "/".join(dict.fromkeys(str(dim) for dim, _ in held))
@@ -116,60 +265,64 @@ def _described(info: Any, digest: str, layout: Layout, count: int, wanted: tuple
             where = "" if len({*held}) == 1 == len({*wanted}) else f" (layer {layer})"
             allowed = " or ".join(sorted({asked, kept}))
             raise MismatchError(f"MISMATCH format: stored as {fmt}, asked for as {allowed}{where}")
-    if lines.get("digest") != digest:
-        raise IncompleteError("the prefix was replaced behind the lookup")
-    short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(count)]
+    short = [layer for layer in range(layout.cache_len) if lines.get(f"layer_{layer}_tokens") != str(rows)]
     if short:
-        raise IncompleteError(f"layers {short} do not hold {count} rows")
+        raise IncompleteError(f"layers {short} do not hold {rows} rows")
     return tuple(fmt for _, fmt in held)
 
 
-def fetch(
-    namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, wanted: Sides, count: int
-) -> Steps[list[Any]]:
-    """Fetch all rows of a prefix into a fresh prompt cache.
+def fetch(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int, count: int) -> Steps[Parts]:
+    """Fetch the first tokens of a prefix.
 
     Args:
-        namespace, digest: the prefix.
-        infos: what `lookup` said about it.
-        model, layout: what the cache is for.
+        entry: what `lookup` or `read` said about it.
+        digest: it must have.
+        layout: of its layers of rows, as this model has them.
         wanted: the formats asked for.
-        count: tokens of the prefix.
-
-    Returns:
-        The cache, holding exactly `count` tokens.
+        rows: tokens of the prefix.
+        count: tokens to fetch, a number that is usable.
 
     Raises:
         MismatchError: the shape or the format is not this model's.
-        IncompleteError: rows are missing, or the prefix was replaced meanwhile. No cache was built.
+        IncompleteError: something is missing, or the prefix was replaced meanwhile.
         CommandError: the server refused.
     """
-    raise_first(infos)
-    formats = [_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True)]
-    restorer = Restorer(layout, count)
-    receivers = [
-        Receiver("KV"[side], layout.cache_len, count, layout.kv_dim, functools.partial(restorer.place, side))
-        for side in range(2)
-    ]
-    span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
-    asked: list[Command] = [["V.FETCH", sid, *span] for sid in _sids(namespace)]
-    # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
-    asked += _infos(namespace)
+    raise_first(entry.infos)
+    layers, sids = layout.cache_len, _sids(entry.namespace)
+    formats = [_described(info, digest, layout, rows, asked) for info, asked in zip(entry.infos, wanted, strict=True)]
+    asked: list[Any] = []
+    receivers: list[Receiver] = []
+    restorer = Restorer(layout, count) if layers else None
+    if restorer is not None:
+        receivers = [
+            Receiver("KV"[side], layers, count, layout.kv_dim, functools.partial(restorer.place, side))
+            for side in range(2)
+        ]
+        asked += [["V.FETCH", sid, "BATCH", 0, count, layers, "FMT", "RAW"] for sid in sids]
+    wanted_states = entry.manifest.states_at(count) if entry.manifest is not None else {}
+    asked += [["SSM.PREFIX.FETCH", entry.namespace, number] for number in wanted_states.values()]
+    # The entry may be replaced at any time: what comes is of `entry` only if it is the same behind it.
+    asked += _infos(entry.namespace)
     replies = yield Flight(asked, dict(enumerate(receivers)))
     raise_first(replies)
-    if replies[2:] != infos:
+    if replies[-2:] != entry.infos:
         raise IncompleteError("the prefix was replaced while it was fetched")
-    wrong = [text for receiver, fmts in zip(receivers, formats, strict=True) if (text := receiver.finish(fmts))]
+    wrong = [text for receiver, fmts in zip(receivers, formats, strict=False) if (text := receiver.finish(fmts))]
     if wrong:
         raise IncompleteError("; ".join(wrong))
-    return caches.filled(model, restorer.finish(), count)
+    states = dict(zip(wanted_states, replies[len(receivers) : -2], strict=True))
+    missing = [wanted_states[leaf] for leaf, state in states.items() if state is None]
+    if missing:
+        raise IncompleteError(f"states {missing} are missing")
+    return Parts(restorer.finish() if restorer is not None else [], states)
 
 
-def _lines(info: bytes) -> dict[str, str]:
+def lines_of(info: bytes) -> dict[str, str]:
+    """A reply of V.INFO by name."""
     return dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
 
 
-def _infos(namespace: str) -> list[Command]:
+def _infos(namespace: str) -> list[list[Any]]:
     return [["V.INFO", sid] for sid in _sids(namespace)]
 
 

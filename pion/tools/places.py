@@ -32,6 +32,10 @@ class Place(Protocol):
         """The lines of V.INFO of K and of V, by name. Raises PrefixMissError."""
         ...
 
+    def manifest(self, ns: bytes) -> bytes | None:
+        """Its state 0, where the client for mlx-lm says what it consists of."""
+        ...
+
     def answer(self, ns: bytes, side: int, layer: int, rows: int) -> bytes:
         """All rows of a layer, as the answer to FMT RAW. Raises CommandError."""
         ...
@@ -68,6 +72,11 @@ class Server:
                 raise PrefixMissError(self.why(ns)) from None
             raise
         return [dict(line.split(":", 1) for line in text.split("\r\n") if ":" in line) for text in texts]
+
+    def manifest(self, ns: bytes) -> bytes | None:
+        """See `Place`."""
+        found = self._client.call("SSM.PREFIX.FETCH", ns, 0)
+        return None if found is None else bytes(found)
 
     def answer(self, ns: bytes, side: int, layer: int, rows: int) -> bytes:
         """See `Place`."""
@@ -119,6 +128,11 @@ class Directory:
         except CommandError:
             raise PrefixMissError(self.why(ns)) from None
         return [dict(line.split(":", 1) for line in lines) for lines in found]
+
+    def manifest(self, ns: bytes) -> bytes | None:
+        """See `Place`."""
+        found = self._engine.ssm_fetch(ns, 0)
+        return None if found is None else found.tobytes()
 
     def answer(self, ns: bytes, side: int, layer: int, rows: int) -> bytes:
         """See `Place`."""

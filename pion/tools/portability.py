@@ -113,7 +113,7 @@ def _export(args: argparse.Namespace) -> None:
     try:
         ns = args.namespace
         before = place.info(ns)
-        about = portable.describe(place.why(ns), before, args.heads)
+        about = portable.describe(place.why(ns), before, args.heads, place.manifest(ns))
         layers, decoded = portable.export_layers(about, lambda side, layer: place.answer(ns, side, layer, about.rows))
         if place.info(ns) != before:
             raise CommandError("ERR the prefix was replaced while it was read")

@@ -15,7 +15,7 @@ from pion.client.decode import CODES, is_keys
 from pion.client.restore import ROOM, Restorer
 from pion.limits import BUILT_FORMATS, FORMATS
 from pion.wire import raw
-from tests.support import models
+from tests.support import families, models
 from tests.support.stored import answer, encoded
 
 models.need_mlx()
@@ -208,31 +208,51 @@ def test_prefill_in_chunks_gives_the_same_cache() -> None:
         assert mx.allclose(a.keys[..., : len(IDS), :], b.keys[..., : len(IDS), :], atol=1e-5).item()
 
 
-def test_other_cache_classes_are_refused_by_name() -> None:
+def test_d8_other_cache_classes_are_refused_by_name() -> None:
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     class Strange(KVCache):
         pass
 
+    class Window(RotatingKVCache):
+        pass
+
     model = models.tiny_llama()
     for made, named in (
-        ([KVCache(), RotatingKVCache(max_size=8)], "1 x RotatingKVCache"),
+        ([KVCache(), Window(max_size=8)], "1 x KVCache, 1 x Window: .*Window is not one"),
         ([Strange(), Strange()], "2 x Strange"),
-        ([KVCache(), None], "1 x NoneType"),
+        ([KVCache(), {}], "1 x dict"),
         ([], "no cache at all"),
     ):
         model.make_cache = lambda made=made: made
         with pytest.raises(PionMlxCompatError, match=named):
             new_cache(model)
+        with pytest.raises(PionMlxCompatError, match=named):
+            inspect_model(model)
 
 
-def test_k_and_v_of_different_width_are_refused() -> None:
-    class Lopsided(type(models.tiny_llama())):  # type: ignore[misc]
-        def __call__(self, tokens: Any, cache: Any = None) -> Any:
-            for layer in cache:
-                layer.update_and_fetch(mx.zeros((1, 1, 1, 16)), mx.zeros((1, 1, 1, 8)))
+class Lopsided:
+    """Layers whose K and V have the given head sizes."""
 
-    model = models.tiny_llama()
-    model.__class__ = Lopsided
-    with pytest.raises(PionMlxCompatError, match=r"1 heads x 8 .*, 1 heads x 16 "):
-        inspect_model(model)
+    def __init__(self, *sizes: tuple[int, int]) -> None:
+        self.sizes = sizes
+        self.layers = [None] * len(sizes)
+
+    def __call__(self, tokens: Any, cache: Any = None) -> Any:
+        for layer, (k, v) in zip(cache, self.sizes, strict=True):
+            layer.update_and_fetch(mx.zeros((1, 1, tokens.shape[1], k)), mx.zeros((1, 1, tokens.shape[1], v)))
+
+
+def test_layers_of_the_most_common_shape_are_rows_and_the_others_states() -> None:
+    layout = inspect_model(Lopsided((16, 16), (8, 8), (16, 16), (16, 8)))
+    assert (layout.rows, layout.head_dim, layout.is_hybrid, layout.cache_len) == ((0, 2), 16, True, 4)
+    layout = inspect_model(Lopsided((16, 8), (16, 8)))
+    assert (layout.rows, layout.kv_dim, layout.is_hybrid) == ((), 0, True)
+
+
+def test_options_of_mlx_lm_are_checked_when_the_model_is_inspected() -> None:
+    assert inspect_model(families.tiny("qwen2"), caches.CacheOptions(kv_bits=4, kv_group_size=32)).rows == ()
+    with pytest.raises(PionMlxCompatError, match="kv_bits=4: mlx cannot quantize"):
+        inspect_model(models.tiny_llama(), caches.CacheOptions(kv_bits=4))  # heads of 8
+    with pytest.raises(PionMlxCompatError, match="kv_bits=4: mlx-lm cannot quantize 2 x RotatingKVCache"):
+        inspect_model(families.tiny("qwen2"), caches.CacheOptions(kv_bits=4, kv_group_size=32, max_kv_size=32))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pion import PionPromptCache
+from pion import Client, PionPromptCache
 from pion.client.explain import BLOCK
+from pion.client.namespace import hash_blocks
 from pion.errors import MismatchError
 from pion.testing import server as start_server
 from tests.support import models
@@ -37,11 +39,11 @@ def test_h9_a_near_miss_says_where_it_parts(cache: PionPromptCache, at: int) -> 
     with pytest.raises(MismatchError):
         cache.get_or_prefill(other, "ns")
     receipt = cache.explain(other, "ns")
-    block = at // BLOCK * BLOCK
     assert (receipt["tokens"], receipt["stored"], receipt["reused"]) == (len(IDS), len(IDS), 0)
-    assert receipt["shared"] == block
-    assert receipt["first_difference"] == (block, block + BLOCK - 1)
-    assert f"tokens {block} to {block + BLOCK - 1}" in receipt["reason"]
+    assert receipt["shared"] == at
+    assert receipt["first_difference"] == (at, at)
+    assert receipt["differing"] == (IDS[at], other[at])
+    assert f"token {at} is {other[at]} and not {IDS[at]}" in receipt["reason"]
 
 
 def test_h9_a_hit_a_miss_and_other_lengths(cache: PionPromptCache) -> None:
@@ -55,10 +57,10 @@ def test_h9_a_hit_a_miss_and_other_lengths(cache: PionPromptCache) -> None:
     assert receipt["reason"].startswith("hit")
     for other in (IDS[:100], [*IDS, 1, 2, 3]):
         receipt = cache.explain(other, "ns")
-        shared = min(len(other), len(IDS)) // BLOCK * BLOCK
-        assert (receipt["shared"], receipt["reused"]) == (shared, 0)
-        assert receipt["first_difference"] == (shared, min(len(other), len(IDS)))
-        assert f"{len(other)} tokens are asked for, {len(IDS)} are stored" in receipt["reason"]
+        shared = min(len(other), len(IDS))
+        assert (receipt["shared"], receipt["first_difference"]) == (shared, (shared, shared))
+        assert receipt["differing"] is None
+        assert f"{len(other)} tokens are asked for, " in receipt["reason"]
     assert cache.stats()["hits"] == before["hits"], "asking why is not a lookup"
     cache.drop("ns")
     assert cache.explain(IDS, "ns")["reason"].startswith("dropped")
@@ -68,13 +70,31 @@ def test_h9_another_model(cache: PionPromptCache, server: Any) -> None:
     cache.get_or_prefill(IDS, "ns")
     with PionPromptCache(models.tiny_llama(seed=1), vquant="native", host=server.host, port=server.port) as other:
         receipt = other.explain(IDS, "ns")
-    assert (receipt["shared"], receipt["reused"], receipt["first_difference"]) == (10 * BLOCK, 0, None)
+    assert (receipt["shared"], receipt["reused"], receipt["first_difference"]) == (len(IDS), 0, None)
     assert "model" in receipt["reason"]
 
 
+def by_another_writer(cache: PionPromptCache, **options: Any) -> None:
+    """Rows without the tokens they belong to."""
+    rows = np.zeros((3, 2, len(IDS), 8), np.float32)
+    with Client(host=cache.address.host, port=cache.address.port) as client:
+        client.store("ns", rows[:2], rows[:2], digest="ab" * 32, **options)
+
+
+@pytest.mark.parametrize("at", [BLOCK - 1, 5 * BLOCK + 7])
+def test_h9_rows_that_do_not_say_their_tokens_are_compared_by_blocks(cache: PionPromptCache, at: int) -> None:
+    by_another_writer(cache, blocks=(BLOCK, np.array(hash_blocks(IDS, BLOCK), np.uint64)))
+    other = [*IDS[:at], (IDS[at] + 1) % 96, *IDS[at + 1 :]]
+    receipt = cache.explain(other, "ns")
+    block = at // BLOCK * BLOCK
+    assert (receipt["stored"], receipt["shared"], receipt["reused"]) == (len(IDS), block, 0)
+    assert receipt["first_difference"] == (block, block + BLOCK - 1)
+    assert receipt["differing"] is None
+    assert f"tokens {block} to {block + BLOCK - 1}" in receipt["reason"]
+
+
 def test_h9_rows_stored_without_hashes(cache: PionPromptCache) -> None:
-    cache.get_or_prefill(IDS, "ns")
-    cache.resp.call("KV.PREFIX.REGISTER", "ns", 16, "fp32", "BLOCKS", 1, 0, b"")
+    by_another_writer(cache)
     receipt = cache.explain(IDS[:-1], "ns")
     assert (receipt["shared"], receipt["first_difference"]) == (0, None)
     assert "without hashes" in receipt["reason"]

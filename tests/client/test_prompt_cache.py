@@ -352,7 +352,7 @@ def test_the_published_attributes(cache_of: Callable[..., PionPromptCache]) -> N
     ("options", "text"),
     [
         ({"stage2": True}, "stage2=True is not in this version"),
-        ({"softmax_bitexact": True}, "softmax_bitexact=True is not in this version"),
+        ({"checkpoints": 0}, "checkpoints must be a positive number"),
         ({"vquant": "bf16_rope_fp8_body"}, "vquant='bf16_rope_fp8_body' needs a width"),
         ({"v_format": "fp17"}, "unknown v_format 'fp17'"),
         ({"vquant": "fp17"}, "unknown vquant 'fp17'"),
@@ -366,16 +366,23 @@ def test_arguments_that_are_refused(options: dict[str, Any], text: str) -> None:
         PionPromptCache(**options)
 
 
-def test_a_hybrid_model_is_refused_before_anything_is_sent(server: Any) -> None:
-    from mlx_lm.models.cache import KVCache, RotatingKVCache
+def test_d8_an_unknown_cache_class_is_refused_before_anything_is_sent(server: Any) -> None:
+    from mlx_lm.models.cache import KVCache
 
     from tests.support.proxy import proxy
 
+    class Made(KVCache):
+        pass
+
     model = models.tiny_llama()
-    model.make_cache = lambda: [KVCache(), RotatingKVCache(max_size=8)]
+    model.make_cache = lambda: [KVCache(), Made()]
     with proxy(server.port) as between:
-        with pytest.raises(PionMlxCompatError, match="1 x RotatingKVCache"):
+        with pytest.raises(PionMlxCompatError, match="1 x KVCache, 1 x Made: "):
             PionPromptCache(model, port=between.port)
+        assert between.accepted == 0
+        other = PionPromptCache(models.tiny_llama(), port=between.port)
+        with pytest.raises(PionMlxCompatError, match="Made is not one that is known"):
+            other.put([KVCache(), Made()], IDS, "ns")
         assert between.accepted == 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pion.client.seam import split_at_seam
+from pion.client.seam import split_at_seam, split_chat
 from tests.support import models
 
 
@@ -54,3 +54,33 @@ def test_something_must_be_left_to_feed() -> None:
         split_at_seam(letters, "a", "")
     with pytest.raises(ValueError, match="at least one token each"):
         split_at_seam(letters, "", "b")
+
+
+def test_d13_the_stored_key_ends_before_the_generation_prompt(tokenizer: Any) -> None:
+    """By the template of the real model, which opens the answer's turn for the turn to be answered only."""
+    chat = [
+        {"role": "system", "content": "You are a support agent for Acme."},
+        {"role": "user", "content": "How do I reset my password?"},
+    ]
+    stable, rest, ends = split_chat(tokenizer, chat)
+    assert tokenizer.decode(rest) == "<|im_start|>assistant\n"
+    assert tokenizer.decode(stable).endswith("How do I reset my password?<|im_end|>\n")
+    assert [tokenizer.decode(stable[:end]) for end in ends] == [
+        "<|im_start|>system\nYou are a support agent for Acme.<|im_end|>\n"
+    ]
+    later = [*chat, {"role": "assistant", "content": "By mail."}, {"role": "user", "content": "Thanks"}]
+    again, _, ends = split_chat(tokenizer, later)
+    assert again[: len(stable)] == stable
+    assert len(stable) in ends
+
+
+def test_d13_a_template_that_begins_with_something_new_each_time_is_refused() -> None:
+    class Clock:
+        ticks = 0
+
+        def apply_chat_template(self, messages: Any, **_options: Any) -> list[int]:
+            self.ticks += 1
+            return [self.ticks, *range(10, 10 + len(messages))]
+
+    with pytest.raises(ValueError, match="begins with something that is another in each turn"):
+        split_chat(Clock(), [{"role": "user", "content": "x"}])

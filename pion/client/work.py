@@ -1,0 +1,408 @@
+"""What happens to one prefix: it is looked up, fetched, computed from the best that is stored, and stored.
+
+`PionPromptCache` is the policy on top: which of these happen on a hit, a miss, a mismatch, an outage.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl as tls
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+
+from pion.client import assembly, caches, calls, flights, progress, reuse, transfer
+from pion.client.caches import CacheOptions, Layout, PionMlxCompatError, Prefilled
+from pion.client.connection import Flight, Steps
+from pion.client.errors import IncompleteError
+from pion.client.explain import Explanation, block_table, note, receipt
+from pion.client.formats import Formats
+from pion.client.identity import cache_identity, model_identity, prefix_digest
+from pion.client.link import Link
+from pion.client.slots import tree_kind
+from pion.errors import AuthenticationError, CommandError, MismatchError
+from pion.limits import MAX_PREFILL_MS
+
+__all__ = ["Checkpoints", "Look", "Wanted", "Work"]
+
+log = logging.getLogger("pion.client")
+
+Checkpoints = int | Sequence[int] | None
+Outcome = Literal["hit", "miss", "mismatch", "down"]
+T = TypeVar("T")
+
+_MOST_BOUNDARIES: Final = 1024
+_LOSSLESS: Final = Formats("native", "native")
+_POLL: Final = (0.02, 0.5)  # seconds between two questions whether another process is done: first, at most
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prefix that is asked for.
+
+    Attributes:
+        ids: its tokens.
+        namespace: where it is, or is to be.
+        identity, digest: of the model and its kind of cache; of that and the tokens.
+        scope: under which prefixes that may be reused stand.
+        blocks: hashes of its blocks.
+    """
+
+    ids: np.ndarray[Any, np.dtype[np.uint32]]
+    namespace: str
+    identity: bytes
+    digest: str
+    scope: str
+    blocks: tuple[int, bytes]
+
+    @property
+    def near(self) -> tuple[str, bytes]:
+        """What to ask for prefixes that begin alike."""
+        return self.scope, self.blocks[1]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What came of asking for a prefix: a cache, or why not."""
+
+    outcome: Outcome
+    reason: str = ""
+    cache: list[Any] | None = None
+    near: list[str] = field(default_factory=list)
+
+
+class Work:
+    """The steps, and what they count. Attributes that are counters are read by anybody."""
+
+    model: Any
+    layout: Layout | None
+
+    def __init__(
+        self, link: Link, formats: Formats, options: CacheOptions, *, as_states: bool, chunk: int | None, wait: float
+    ) -> None:
+        self._link = link
+        self.formats, self._options, self._as_states = formats, options, as_states
+        self.prefill_chunk_size = chunk
+        self._wait_at_most = wait
+        self.progress: progress.Progress | None = None
+        self.background_store = False
+        self.hits = self.misses = self.partial_hits = self.waits = 0
+        self.tokens_asked = self.tokens_reused = 0
+        self.mismatches = self.store_errors = 0
+        self.fetch_ms_total = self.store_ms_total = self.last_prefill_ms = 0.0
+        self._last: Explanation | None = None
+        self._counting = threading.Lock()
+        self._storing: list[threading.Thread] = []
+
+    @property
+    def outages(self) -> int:
+        """Times the server was not there when it was needed."""
+        return self._link.outages
+
+    def _count(self, **more: float) -> None:
+        with self._counting:
+            for name, amount in more.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def _note(self, said: Explanation) -> None:
+        with self._counting:
+            self._last = said
+            self.tokens_asked += said["tokens"]
+            self.tokens_reused += said["reused"]
+
+    # --- what is asked for ----------------------------------------------------------------------------------------
+
+    def _want(self, ids: Any, namespace: str, layout: Layout) -> Wanted:
+        identity = cache_identity(model_identity(self.model), tree_kind(layout.trees))
+        asked = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}/{'states' if self._as_states else 'rows'}"
+        scope = cache_identity(identity, asked).hex()[:32]
+        return Wanted(ids, namespace, identity, prefix_digest(identity, ids), scope, block_table(ids))
+
+    def _row_layers(self, layout: Layout) -> int:
+        return 0 if self._as_states else len(layout.rows)
+
+    def _sides(self, layout: Layout, layers: int) -> Any:
+        return (_LOSSLESS if self._as_states else self.formats).sides(layout.dtype, layers)
+
+    def _run(self, steps: Steps[T]) -> T:
+        self._join()
+        return self._link.run(steps)
+
+    def _join(self) -> None:
+        """Wait for what is being stored in the background."""
+        for thread in self._storing[:]:
+            if thread is not threading.current_thread():
+                thread.join()
+                with self._counting:
+                    if thread in self._storing:  # another caller may have waited for it as well
+                        self._storing.remove(thread)
+
+    # --- looking and fetching -------------------------------------------------------------------------------------
+
+    def _ask(self, namespace: str, digest: str | None, near: tuple[str, bytes] | None = None) -> transfer.Found:
+        """LOOKUP; the outcome is ``down`` when the server cannot be asked. With `near` a hit is described."""
+        started = time.monotonic()
+        if self._link.paused():
+            return transfer.Found("down")
+        try:
+            found = self._run(transfer.lookup(namespace, digest, describe=near is not None, near=near))
+        except tls.SSLError:
+            raise
+        except OSError as error:
+            self._link.pause(time.monotonic() - started)
+            self._link.went_down(error)
+            return transfer.Found("down", str(error))
+        except IncompleteError as error:
+            log.warning("prefix %s cannot be used and is computed again: %s", namespace, error)
+            return transfer.Found("miss", str(error))
+        self._link.came_back()
+        return found
+
+    def _look(self, want: Wanted, layout: Layout) -> Look:
+        """The cache of a prefix that is stored as a whole; or another outcome, and why."""
+        started = time.perf_counter()
+        found = self._ask(want.namespace, want.digest, want.near)
+        if found.entry is None:
+            return Look(found.outcome, found.reason, None, found.near)  # type: ignore[arg-type]
+        count = len(want.ids)
+        try:
+            cache, _ = self._fetch(found.entry, want.digest, layout, count, count)
+        except MismatchError as error:
+            return Look("mismatch", str(error))
+        except (AuthenticationError, tls.SSLError):
+            raise
+        except (IncompleteError, CommandError, ValueError) as error:
+            log.warning("prefix %s cannot be used and is computed again: %s", want.namespace, error)
+            return Look("miss", str(error))
+        except OSError as error:
+            self._link.went_down(error)
+            return Look("down", str(error))
+        self._count(hits=1, fetch_ms_total=(time.perf_counter() - started) * 1e3)
+        said = receipt(count, "hit")
+        said["stored"] = said["reused"] = said["shared"] = count
+        said["source"] = want.namespace
+        self._note(said)
+        return Look("hit", "", cache)
+
+    def _fetch(
+        self, entry: transfer.Entry, digest: str, layout: Layout, rows: int, count: int
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """A cache of the first `count` of `rows` tokens of an entry, and the states it was made of."""
+        layers = len(layout.rows) if entry.manifest is None else entry.manifest.row_layers
+        wanted = self._sides(layout, layers)
+        parts = self._run(transfer.fetch(entry, digest, layout.of_rows(layers), wanted, rows, count))
+        return assembly.built(self.model, self._options, layout, entry.manifest, parts, count), parts.states
+
+    # --- computing ------------------------------------------------------------------------------------------------
+
+    def _compute(
+        self, want: Wanted, layout: Layout, names: Sequence[str], boundaries: Sequence[int], reason: str
+    ) -> Prefilled:
+        """A prefix computed from the best that is stored under these names, or from nothing."""
+        total = len(want.ids)
+        said = receipt(total, reason or "nothing is stored for it")
+        cache, done = self._reused(want, layout, names, said) if names else (None, 0)
+        started = time.perf_counter()
+        if cache is None:
+            cache = caches.new_cache(self.model, self._options)
+        snapshots = {done: caches.snapshot(cache, done)} if 0 < done < total and not layout.cuttable else {}
+        with progress.shown(self.progress, done, total) as told:
+            out = caches.prefill_from(
+                self.model,
+                cache,
+                want.ids.tolist(),
+                done,
+                chunk=self.prefill_chunk_size,
+                options=self._options,
+                boundaries=boundaries,
+                progress=told,
+            )
+        out.snapshots |= snapshots
+        self.last_prefill_ms = (time.perf_counter() - started) * 1e3
+        self._count(misses=1, partial_hits=int(done > 0))
+        self._note(said)
+        return out
+
+    def _reused(
+        self, want: Wanted, layout: Layout, names: Sequence[str], said: Explanation
+    ) -> tuple[list[Any] | None, int]:
+        """A cache of the first tokens, and how many; what was found goes into `said`."""
+        started = time.perf_counter()
+        try:
+            found = self._run(reuse.find(names, want.identity.hex(), layout, want.ids))
+            if not found:
+                return None, 0
+            best = found[0]
+            note(said, best, want.ids, may_reuse=False)
+            manifest = best.entry.manifest
+            if not reuse.worth(best, want.ids) or manifest is None:
+                return None, 0
+            digest = prefix_digest(want.identity, best.entry.ids)
+            cache, _ = self._fetch(best.entry, digest, layout, manifest.tokens, best.usable)
+        except (AuthenticationError, tls.SSLError):
+            raise
+        except (IncompleteError, CommandError, ValueError) as error:
+            log.warning("prefix %s: what is stored beside it cannot be used: %s", want.namespace, error)
+            said["reason"] = str(error)
+            return None, 0
+        except OSError as error:
+            self._link.went_down(error)
+            said["reason"] = str(error)
+            return None, 0
+        said["reused"], said["source"] = best.usable, best.entry.namespace
+        self._count(fetch_ms_total=(time.perf_counter() - started) * 1e3)
+        log.info("prefix %s: %d of %d tokens reused: %s", want.namespace, best.usable, len(want.ids), best.reason)
+        return cache, best.usable
+
+    def _boundaries(self, checkpoints: Checkpoints, layout: Layout, total: int) -> list[int]:
+        """Where states are taken down on the way."""
+        if checkpoints is None or layout.cuttable:
+            return []
+        if isinstance(checkpoints, int):
+            if checkpoints < 1:
+                raise ValueError("checkpoints must be a positive number of tokens, or numbers of tokens")
+            found = list(range(checkpoints, total, checkpoints))
+        else:
+            found = sorted({int(at) for at in checkpoints if 0 < at < total})
+        if len(found) > _MOST_BOUNDARIES:
+            raise ValueError(f"checkpoints would be taken {len(found)} times, at most {_MOST_BOUNDARIES} are stored")
+        return found
+
+    # --- one at a time --------------------------------------------------------------------------------------------
+
+    def _claim(self, want: Wanted, layout: Layout, *, missing: bool) -> flights.Claim | Look | None:
+        """The lease of a prefix that is about to be computed; what another process has stored meanwhile; or None:
+        nobody knows, or it was waited long enough."""
+        owner = flights.Claim.new_owner()
+        deadline = time.monotonic() + self._wait_at_most
+        pause, most = _POLL
+        waited = False
+
+        def ask() -> Steps[list[Any]]:
+            claim = flights.claim_command(want.namespace, owner, flights.LEASE_MS)
+            replies = yield Flight([claim, ["KV.PREFIX.INFO", want.namespace]])
+            return replies
+
+        while True:
+            try:
+                granted, about = self._run(ask())
+            except tls.SSLError:
+                raise
+            except OSError as error:
+                self._link.went_down(error)
+                return None
+            if granted == 1:
+                break
+            if granted != 0:  # refused: a server without leases, or no right to them
+                return None
+            if not waited:
+                self._count(waits=1)
+                waited = True
+            if time.monotonic() >= deadline:
+                log.warning("prefix %s: another process has computed it for %g s; it is computed here too",
+                            want.namespace, self._wait_at_most)  # fmt: skip
+                return None
+            time.sleep(pause)
+            pause = min(1.5 * pause, most)
+        claim = flights.Claim(lambda command: self._link.run(calls.call(command, None)), want.namespace, owner)
+        if missing and isinstance(about, bytes) and b"complete:1" in about.split(b"\r\n"):
+            look = self._look(want, layout)
+            if look.cache is not None:
+                self._release(claim)
+                return look
+        return claim
+
+    def _release(self, claim: flights.Claim) -> None:
+        claim.stop()
+        try:
+            self._link.run(calls.call(claim.release_command, None))
+        except (OSError, CommandError) as error:  # it ends by itself
+            log.debug("a lease was not given back: %s", error)
+
+    # --- storing --------------------------------------------------------------------------------------------------
+
+    def _store(
+        self, want: Wanted, layout: Layout, done: Prefilled, *, replace: bool, claim: flights.Claim | None,
+        over: Callable[[bool], None] = lambda stored: None,
+    ) -> None:  # fmt: skip
+        """Register and send a prefix. A failure costs the next caller a miss, never this one its cache.
+
+        Args:
+            over: called once, with whether it is stored.
+
+        Raises:
+            MismatchError: the namespace holds something else.
+        """
+        started, count = time.perf_counter(), len(want.ids)
+        sent = False
+        try:
+            plan = assembly.planned(done, layout, want.ids, want.identity, self._as_states)
+            rows = layout.of_rows(self._row_layers(layout))
+            prefill_ms = min(MAX_PREFILL_MS, max(1, round(self.last_prefill_ms)))
+            self._run(
+                transfer.register(
+                    want.namespace,
+                    rows,
+                    self._sides(layout, rows.cache_len),
+                    count,
+                    want.digest,
+                    prefill_ms,
+                    want.blocks,
+                    states=len(plan.states),
+                    scope=want.scope,
+                    replace=replace,
+                )
+            )
+            if not self.background_store:
+                sent = True
+                self._send(want, layout, plan, plan.rows, started, claim, over)
+                return
+            # Packed now: the caller is about to append to these arrays, and a reference to them would cost it a copy.
+            args = (want, layout, plan, list(plan.rows), started, claim, over)
+            thread = threading.Thread(target=self._send, args=args, name="pion store")
+            with self._counting:
+                self._storing.append(thread)
+            thread.start()
+            sent = True
+        except (MismatchError, AuthenticationError, tls.SSLError):
+            raise
+        except (CommandError, OSError, PionMlxCompatError) as error:
+            self._not_stored(want.namespace, error)
+        finally:
+            if not sent:
+                over(False)
+                if claim is not None:
+                    self._release(claim)
+
+    def _send(
+        self, want: Wanted, layout: Layout, plan: assembly.Plan, rows: transfer.Rows, started: float,
+        claim: flights.Claim | None, over: Callable[[bool], None],
+    ) -> None:  # fmt: skip
+        stored = False
+        try:
+            if claim is not None:
+                claim.stop()
+            tail = [claim.release_command] if claim is not None else []
+            self._link.run(
+                transfer.send(want.namespace, want.digest, layout.dtype, len(want.ids), rows, plan.states, tail)
+            )
+            stored = True
+        except (CommandError, IncompleteError, OSError) as error:
+            self._not_stored(want.namespace, error)
+            if claim is not None and not isinstance(error, OSError):
+                self._release(claim)
+        finally:
+            over(stored)
+        self._count(store_ms_total=(time.perf_counter() - started) * 1e3)
+
+    def _not_stored(self, namespace: str, error: Exception) -> None:
+        self._count(store_errors=1)
+        what = f"prefix {namespace} was computed but not stored"
+        if not isinstance(error, OSError):
+            log.warning("%s: %s", what, error)
+        elif not self._link.went_down(error, what):
+            log.info("%s: %s", what, error)
