@@ -29,6 +29,7 @@ from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports
+from pion.store.handouts import Handouts
 from pion.store.files import DiskFiles, Files, MemoryFiles
 from pion.store.index import Index
 from pion.store.keeping import Keeping
@@ -125,6 +126,7 @@ class Engine(SessionMethods, PrefixMethods):
             self._store.order.uses = self._tables
         self._states = States(self._store)
         self._exports = Exports(self._store, self._sessions, self.root)
+        self._handouts = Handouts(self._store, self.ledger)
         self._store.on_drop = self._dropped
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -251,6 +253,7 @@ class Engine(SessionMethods, PrefixMethods):
         """Once a second: flush (appendfsync everysec), seal and compact quiet entries. Does not wait for any of it."""
         self._upkeep.tick()
         self._exports.sweep()
+        self._handouts.tick()
 
     # --- durability -------------------------------------------------------------------------------------------------
 
