@@ -139,6 +139,11 @@ static inline void *headrows__thread(void *arg) {
     }
 }
 
+/* Ask for the huge pages of all arrays. */
+static inline void headrows_reserve(headrows_work *work) {
+    if (work->count) headrows__ask(work, 0, work->count);
+}
+
 /* Fill all arrays. Threads that cannot be started are done without. */
 static inline void headrows_fill(headrows_work *work, int threads) {
     pthread_t others[HEADROWS_THREADS];

@@ -26,4 +26,5 @@ cdef extern from "headrows.h" nogil:
 
     void headrows_put(const headrows_array *to, const headrows_piece *piece, size_t heads, size_t bytes)
     void headrows_clear(const headrows_array *to, size_t first, size_t end, size_t heads, size_t bytes)
+    void headrows_reserve(headrows_work *work)
     void headrows_fill(headrows_work *work, int threads)

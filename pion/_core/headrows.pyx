@@ -13,10 +13,11 @@ from pion._core.headrows cimport (
     headrows_fill,
     headrows_piece,
     headrows_put,
+    headrows_reserve,
     headrows_work,
 )
 
-__all__ = ["MAX_THREADS", "clear", "fill", "put"]
+__all__ = ["MAX_THREADS", "clear", "fill", "put", "reserve"]
 
 MAX_THREADS = HEADROWS_THREADS
 
@@ -98,6 +99,33 @@ def clear(out, Py_ssize_t first, Py_ssize_t end, Py_ssize_t heads, Py_ssize_t he
         raise ValueError(f"rows {first} to {end} do not fit in {to.capacity}")
     with nogil:
         headrows_clear(&to, <size_t> first, <size_t> end, <size_t> heads, <size_t> head_bytes)
+
+
+def reserve(outs):
+    """Ask for the huge pages that arrays cover which were never touched, where the system has them.
+
+    Args:
+        outs: a list of contiguous, writable buffers; those that lie side by side share huge pages.
+    """
+    cdef headrows_work work
+    cdef headrows_array *filled
+    cdef _Views views = _Views(<size_t> len(outs))
+    cdef size_t number = 0
+    filled = <headrows_array *> calloc(<size_t> len(outs) + 1, sizeof(headrows_array))
+    if filled == NULL:
+        raise MemoryError
+    try:
+        for out, _ in _by_address([(out, None) for out in outs]):
+            _describe(&filled[number], views.hold(out, PyBUF_WRITABLE), 1, 1)
+            number += 1
+        work.arrays = filled
+        work.count = number
+        work.heads = work.bytes = 1
+        work.fresh = True
+        with nogil:
+            headrows_reserve(&work)
+    finally:
+        free(filled)
 
 
 def fill(arrays, Py_ssize_t heads, Py_ssize_t head_bytes, *, int threads=1, bint fresh=False):

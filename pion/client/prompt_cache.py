@@ -29,6 +29,8 @@ from pion.client.errors import IncompleteError
 from pion.client.explain import Explanation, block_table, explain
 from pion.client.formats import Formats
 from pion.client.identity import model_identity, prefix_digest
+from pion.client.lanes import Lanes
+from pion.client.local import DEFAULT_BYTES
 from pion.client.namespace import make_namespace, token_array
 from pion.client.pool import Pool
 from pion.client.raw import RawCommands
@@ -74,6 +76,8 @@ class PionPromptCache:
         this
             object waits for them; other processes may miss until then.
         timeout: seconds without progress after which the server counts as down; None: the URL's, else 60.
+        local_bytes: memory for copies of prefixes that this process uses again and again; 0 or
+            ``PION_PROMPT_CACHE_NO_INPROC=1`` in the environment keeps none.
 
     Raises:
         ImportError: a model was given but mlx or mlx-lm is missing.
@@ -107,6 +111,7 @@ class PionPromptCache:
         on_mismatch: Literal["recompute", "replace", "raise"] = "raise",
         background_store: bool = False,
         timeout: float | None = None,
+        local_bytes: int = DEFAULT_BYTES,
     ) -> None:
         for name, asked in (
             ("stage2=True", stage2),
@@ -141,6 +146,7 @@ class PionPromptCache:
         if self.layout is not None:
             self.formats.check(self.layout.dtype, self.layout.cache_len, self.layout.kv_dim)
         self.address = address
+        self.lanes = Lanes(address, local_bytes)
         self._pool = Pool(address, 4)
         self.resp = RawCommands(self._pool)
         self.hits = self.misses = self.admission_skips = 0
@@ -373,7 +379,7 @@ class PionPromptCache:
         """The cache of a hit; or another outcome, and why, when it cannot be used after all."""
         try:
             wanted = self.formats.sides(layout.dtype, layout.cache_len)
-            steps = transfer.fetch(namespace, digest, infos, self.model, layout, wanted, rows)
+            steps = transfer.fetch(namespace, digest, infos, self.model, layout, wanted, rows, self.lanes)
             cache = self._run(steps)
         except MismatchError as error:
             return "mismatch", str(error), []

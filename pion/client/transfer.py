@@ -1,13 +1,11 @@
 """One prefix over the wire: looked up, registered, stored and fetched, as steps for a connection pool.
 
-A store is one flight of commands behind its REGISTER, packed as the socket takes them. A fetch is one flight of five
-commands: all rows of K and of V are asked for at once, received layer by layer into one buffer, and copied from there
-into the model's arrays while the next ones travel.
+A store is one flight of commands behind its REGISTER, packed as the socket takes them. How the rows of a fetch come is
+the matter of lanes.py.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -18,8 +16,7 @@ from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
 from pion.client.errors import IncompleteError
 from pion.client.formats import KEPT, Sides, described, registration
-from pion.client.receive import Receiver
-from pion.client.restore import Restorer
+from pion.client.lanes import Lanes
 from pion.errors import CommandError, MismatchError
 
 __all__ = ["Rows", "fetch", "lookup", "packed", "register", "send"]
@@ -125,8 +122,8 @@ def _described(info: Any, digest: str, layout: Layout, count: int, wanted: tuple
 
 
 def fetch(
-    namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, wanted: Sides, count: int
-) -> Steps[list[Any]]:
+    namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, wanted: Sides, count: int, lanes: Lanes,
+) -> Steps[list[Any]]:  # fmt: skip
     """Fetch all rows of a prefix into a fresh prompt cache.
 
     Args:
@@ -135,6 +132,7 @@ def fetch(
         model, layout: what the cache is for.
         wanted: the formats asked for.
         count: tokens of the prefix.
+        lanes: the ways to the server.
 
     Returns:
         The cache, holding exactly `count` tokens.
@@ -145,24 +143,9 @@ def fetch(
         CommandError: the server refused.
     """
     raise_first(infos)
-    formats = [_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True)]
-    restorer = Restorer(layout, count)
-    receivers = [
-        Receiver("KV"[side], layout.cache_len, count, layout.kv_dim, functools.partial(restorer.place, side))
-        for side in range(2)
-    ]
-    span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
-    asked: list[Command] = [["V.FETCH", sid, *span] for sid in _sids(namespace)]
-    # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
-    asked += _infos(namespace)
-    replies = yield Flight(asked, dict(enumerate(receivers)))
-    raise_first(replies)
-    if replies[2:] != infos:
-        raise IncompleteError("the prefix was replaced while it was fetched")
-    wrong = [text for receiver, fmts in zip(receivers, formats, strict=True) if (text := receiver.finish(fmts))]
-    if wrong:
-        raise IncompleteError("; ".join(wrong))
-    return caches.filled(model, restorer.finish(), count)
+    keys, values = (_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True))
+    pairs = yield from lanes.fetch(namespace, digest, infos, (keys, values), layout, count)
+    return caches.filled(model, pairs, count)
 
 
 def _lines(info: bytes) -> dict[str, str]:

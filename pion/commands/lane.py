@@ -47,6 +47,7 @@ def _told(ctx: Context, offer: Any) -> dict[bytes, Any]:
         b"generation": f"{offer.generation:016x}".encode(),
         b"digest": None if offer.digest is None else offer.digest.encode(),
         b"rows": offer.rows,
+        b"heads": offer.heads,
     }
     for name, side in zip((b"keys", b"values"), offer.sides, strict=True):
         out[name] = [part for layer in side for part in (_described(layer.stored), layer.packed_pieces())]

@@ -55,7 +55,7 @@ class Offer(NamedTuple):
     Attributes:
         ticket: to be shown at the socket.
         generation: of the file.
-        digest, rows: as declared.
+        digest, rows, heads: as declared; a row is `heads` times as many values, when it was said.
         sides: the layers of K and of V.
         states: (number, offset, nbytes).
     """
@@ -64,6 +64,7 @@ class Offer(NamedTuple):
     generation: int
     digest: str | None
     rows: int
+    heads: int | None
     sides: tuple[list[Layer], list[Layer]]
     states: list[tuple[int, int, int]]
 
@@ -123,7 +124,9 @@ class Handouts:
             for number, payload in sorted(entry.states.items()):
                 loader.check_payload(store, entry, payload)
                 states.append((number, payload.offset, payload.nbytes))
-            offer = Offer(b"", entry.generation, declared.digest, declared.rows, (sides[0], sides[1]), states)
+            offer = Offer(
+                b"", entry.generation, declared.digest, declared.rows, declared.heads, (sides[0], sides[1]), states
+            )
             return offer._replace(ticket=self._issue(entry, store.ref(entry), offer.nbytes))
 
     def _layers(self, entry: Entry, side: int, layers: int, rows: int) -> list[Layer]:

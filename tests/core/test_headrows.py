@@ -92,6 +92,14 @@ def test_refuses_what_does_not_fit(call: object, text: str) -> None:
     assert not out.any()
 
 
+def test_reserving_changes_nothing() -> None:
+    memory = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
+    before = memory.copy()
+    headrows.reserve([])
+    headrows.reserve([memory[5 << 20 :], memory[: 5 << 20], np.empty(0, np.uint8)])
+    np.testing.assert_array_equal(memory, before)
+
+
 def test_a_buffer_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(BufferError):
         headrows.put(bytes(80), 0, bytes(8), 2, 4)

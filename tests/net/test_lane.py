@@ -81,7 +81,7 @@ def test_the_reply_in_both_protocols(tmp_path: Path) -> None:
         flat = conn.ok("KV.PREFIX.LANE", "ns")
         assert isinstance(flat, list)
         assert [bytes(name) for name in flat[::2]] == [
-            b"socket", b"ticket", b"generation", b"digest", b"rows", b"keys", b"values", b"states",
+            b"socket", b"ticket", b"generation", b"digest", b"rows", b"heads", b"keys", b"values", b"states",
         ]  # fmt: skip
         conn.ok("HELLO", 3)
         named = conn.ok("KV.PREFIX.LANE", "ns")
@@ -267,8 +267,8 @@ def test_dropped_files_count_while_clients_map_them(tmp_path: Path) -> None:
 
 def held_bytes(conn: Raw) -> int:
     """Bytes of entry files, with those of removed ones that somebody holds."""
-    pairs = conn.ok("PION.STATS")
-    return int(dict(zip(pairs[::2], pairs[1::2], strict=True))[b"vstore_file_bytes"])
+    lines = conn.ok("KV.PREFIX.INFO").decode().split("\r\n")
+    return int(dict(line.split(":", 1) for line in lines if ":" in line)["vstore_file_bytes"])
 
 
 def test_where_the_socket_is_and_that_it_goes(tmp_path: Path) -> None:
