@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -21,6 +23,9 @@ _NAMES: Final = {
     "uint16": ("U16", 2), "int16": ("I16", 2), "uint32": ("U32", 4), "int32": ("I32", 4), "uint64": ("U64", 8),
     "int64": ("I64", 8), "bool": ("BOOL", 1), "complex64": ("C64", 8),
 }  # fmt: skip
+
+
+_PATIENCE: Final = 1.0  # seconds
 
 
 class _Nothing:
@@ -72,6 +77,14 @@ class _Nothing:
         return len(part)
 
 
+def _wait(gone: weakref.ref[_Nothing]) -> None:
+    """Until mlx's threads have let go of a file object, which they do a moment after its tensors are there: a thread that
+    does so while the interpreter ends would abort the process."""
+    end = time.monotonic() + _PATIENCE
+    while gone() is not None and time.monotonic() < end:
+        time.sleep(0.00002)
+
+
 def blank_arrays(wanted: Sequence[tuple[tuple[int, ...], str]]) -> tuple[list[Any], list[memoryview]]:
     """Evaluated mlx arrays with arbitrary content, which nothing else refers to.
 
@@ -98,9 +111,12 @@ def blank_arrays(wanted: Sequence[tuple[tuple[int, ...], str]]) -> tuple[list[An
         places.append((at, nbytes))
         at += nbytes
     file = _Nothing(tensors, at)
-    loaded = mx.load(file, format="safetensors", stream=mx.cpu)
+    loaded = mx.load(file, format="safetensors")
     arrays = [loaded.pop(str(number)) for number in range(len(wanted))]
     views = [file.found.pop(offset, memoryview(b"")) for offset, _ in places]
+    gone = weakref.ref(file)
+    del file
+    _wait(gone)
     for number, ((shape, dtype), (_, nbytes)) in enumerate(zip(wanted, places, strict=True)):
         if len(views[number]) != nbytes:  # another mlx reads files in another way
             arrays[number] = mx.zeros(shape, mx.bool_ if dtype == "bool" else getattr(mx, dtype))

@@ -19,7 +19,7 @@ from pion.client.formats import KEPT, Sides, described, registration
 from pion.client.lanes import Lanes
 from pion.errors import CommandError, MismatchError
 
-__all__ = ["Rows", "fetch", "lookup", "packed", "register", "send"]
+__all__ = ["Rows", "fetch", "formats_of", "lookup", "packed", "register", "send"]
 
 _WIRE: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
@@ -121,6 +121,17 @@ def _described(info: Any, digest: str, layout: Layout, count: int, wanted: tuple
     return tuple(fmt for _, fmt in held)
 
 
+def formats_of(infos: list[Any], digest: str, layout: Layout, count: int, wanted: Sides) -> Sides:
+    """The formats that the layers are stored in, by V.INFO of both sides, when they are what this model can use.
+
+    Raises:
+        MismatchError, IncompleteError, CommandError: as `fetch` does.
+    """
+    raise_first(infos)
+    keys, values = (_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True))
+    return keys, values
+
+
 def fetch(
     namespace: str, digest: str, infos: list[Any], model: Any, layout: Layout, wanted: Sides, count: int, lanes: Lanes,
 ) -> Steps[list[Any]]:  # fmt: skip
@@ -142,9 +153,8 @@ def fetch(
         IncompleteError: rows are missing, or the prefix was replaced meanwhile. No cache was built.
         CommandError: the server refused.
     """
-    raise_first(infos)
-    keys, values = (_described(info, digest, layout, count, asked) for info, asked in zip(infos, wanted, strict=True))
-    pairs = yield from lanes.fetch(namespace, digest, infos, (keys, values), layout, count)
+    formats = formats_of(infos, digest, layout, count, wanted)
+    pairs = yield from lanes.fetch(namespace, digest, infos, formats, layout, count)
     return caches.filled(model, pairs, count)
 
 
