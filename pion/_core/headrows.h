@@ -16,6 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define HEADROWS_THREADS 16
 #define HEADROWS_HUGE ((size_t)2 << 20)
@@ -79,13 +80,25 @@ static inline void headrows_array_fill(const headrows_array *to, size_t heads, s
     headrows_clear(to, reached, to->capacity, heads, bytes);
 }
 
+#if defined(__linux__)
+/* Whether next to nothing of a huge page is there. Memory that was used before would be copied into one for nothing. */
+static inline int headrows__untouched(uintptr_t at) {
+    unsigned char there[HEADROWS_HUGE / 4096];
+    size_t count = 0;
+    const size_t pages = HEADROWS_HUGE / (size_t)sysconf(_SC_PAGESIZE);
+    if (pages > sizeof there || mincore((void *)at, HEADROWS_HUGE, there)) return 0;
+    for (size_t i = 0; i < pages; i++) count += there[i] & 1;
+    return count <= pages / 16;
+}
+#endif
+
 static inline void headrows_huge(uintptr_t from, uintptr_t to) {
 #if defined(__linux__)
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
-    for (uintptr_t at = from & ~(HEADROWS_HUGE - 1); at < to; at += HEADROWS_HUGE)
-        if (at >= from && at + HEADROWS_HUGE <= to) madvise((void *)at, HEADROWS_HUGE, MADV_COLLAPSE);
+    for (uintptr_t at = (from + HEADROWS_HUGE - 1) & ~(HEADROWS_HUGE - 1); at + HEADROWS_HUGE <= to; at += HEADROWS_HUGE)
+        if (headrows__untouched(at)) madvise((void *)at, HEADROWS_HUGE, MADV_COLLAPSE);
 #else
     (void)from;
     (void)to;
