@@ -67,6 +67,10 @@ class StorageError(CommandError):
     """A write or flush failed: what the command would have acknowledged is not kept."""
 
 
+class TicketError(PionError):
+    """A ticket of KV.PREFIX.LANE that is unknown, used, too old, or for an entry that is gone."""
+
+
 class StartupError(PionError):
     """The server cannot start as asked; the command line prints `FATAL: <text>` and exits with 1."""
 

@@ -62,6 +62,10 @@ COMPACT_DEAD_SHARE: Final = 0.25
 EXPORT_BYTES: Final = 8 * GIB  # of all files of V.EXPORT; and a share of --max-bytes, beside which they stand
 EXPORT_SHARE: Final = 4
 EXPORT_FILES: Final = 64
+LANE_TICKET_SECONDS: Final = 5.0  # between KV.PREFIX.LANE and the lane's socket
+LANE_TICKETS: Final = 1024  # at a time; each holds its file open
+LANE_CLIENTS: Final = 64  # at the lane's socket at a time; each stays for a moment
+LANE_LENT: Final = 256  # files that clients may map, and that are held open to ask the kernel whether they still do
 EXPORT_UNUSED: Final = 600.0  # seconds after which a file that nobody asks for is deleted
 
 # --- formats: the code is a byte on disk and never changes ---------------------------------------------------------

@@ -11,7 +11,7 @@ from pion.errors import (
     StorageError,
 )
 
-__all__ = ["CallTimeoutError", "ConnectionLostError", "IncompleteError", "PrefixMissError", "reply_error"]
+__all__ = ["CallTimeoutError", "ConnectionLostError", "IncompleteError", "LaneError", "PrefixMissError", "reply_error"]
 
 
 class ConnectionLostError(PionError, ConnectionError):
@@ -24,6 +24,10 @@ class CallTimeoutError(PionError, TimeoutError):
 
 class IncompleteError(PionError):
     """A fetch answered fewer rows, layers or bytes than the prefix has. Nothing of it may be used: recompute."""
+
+
+class LaneError(PionError):
+    """The way of getting bytes that was asked for (``PION_LANE``, ``Client.map``) cannot be used; the text says why."""
 
 
 class PrefixMissError(PionError, LookupError):

@@ -16,15 +16,20 @@ import logging
 import os
 import ssl as tls
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from pion.client import assembly, caches, calls, flights, progress
+from pion.client import assembly, caches, calls, flights, progress, transfer
 from pion.client.address import Address
-from pion.client.caches import CacheOptions, Layout, Prefilled
+from pion.client.caches import CacheOptions, Layout, PionMlxCompatError, Prefilled
+from pion.client.errors import PrefixMissError
 from pion.client.explain import Explanation, explain
 from pion.client.formats import Formats
+from pion.client.lanes import Lanes
+from pion.client.layerwise import Arrivals, arriving, lazy_cache
 from pion.client.link import Link
+from pion.client.local import DEFAULT_BYTES
 from pion.client.namespace import make_namespace, token_array
 from pion.client.raw import RawCommands
 from pion.client.texts import Texts
@@ -77,6 +82,8 @@ class PionPromptCache(Texts):
         progress: called with (tokens done, tokens in all) after each pass of a prefill. None: a bar of tqdm for long
             ones, where tqdm is installed and stderr is a terminal.
         wait: seconds to wait at most for another thread or process that is computing the same prefix.
+        local_bytes: memory for copies of prefixes that this process uses again and again; 0 or
+            ``PION_PROMPT_CACHE_NO_INPROC=1`` in the environment keeps none.
 
     Raises:
         ImportError: a model was given but mlx or mlx-lm is missing.
@@ -117,6 +124,7 @@ class PionPromptCache(Texts):
         checkpoints: Checkpoints = None,
         progress: progress.Progress | None = None,
         wait: float = 120.0,
+        local_bytes: int = DEFAULT_BYTES,
     ) -> None:
         if stage2:
             raise ValueError(f"stage2=True {_LATER}")
@@ -141,7 +149,15 @@ class PionPromptCache(Texts):
 
         options = CacheOptions(kv_bits, kv_group_size, max_kv_size)
         chunk = prefill_chunk_size or None
-        super().__init__(Link(address), formats, options, as_states=softmax_bitexact, chunk=chunk, wait=wait)
+        super().__init__(
+            Link(address),
+            Lanes(address, local_bytes),
+            formats,
+            options,
+            as_states=softmax_bitexact,
+            chunk=chunk,
+            wait=wait,
+        )
         self.model = model
         self.vquant = vquant
         self.admission_threshold = max(1, admission_threshold)
@@ -268,6 +284,49 @@ class PionPromptCache(Texts):
         self._join()
         return stored == [True]
 
+    def iter_layers(self, prefix_token_ids: Any, namespace: str) -> Iterator[tuple[int, Any, Any]]:
+        """The layers of a stored prefix as they arrive, so that the first ones can be used while others travel.
+
+        Yields:
+            (layer, K, V): mlx arrays (1, heads, tokens + 256, head_dim) that belong to the caller. What was yielded is
+            right once the iterator has ended without an error, and not before.
+
+        Raises:
+            PrefixMissError: the server does not hold these tokens.
+            PionMlxCompatError: not every layer of the model has a plain KVCache.
+            IncompleteError: the prefix was replaced meanwhile: nothing that was yielded may be used.
+        """
+        layout = self._layout()
+        if layout.is_hybrid or self._as_states:
+            raise PionMlxCompatError("layers come one by one for models with a plain KVCache in each of them only")
+        want = self._wanted(prefix_token_ids, namespace, layout)
+        found = self._run(transfer.lookup(namespace, want.digest, describe=True))
+        if found.outcome == "mismatch":
+            raise MismatchError(found.reason)
+        if found.entry is None:
+            raise PrefixMissError(f"prefix {namespace!r} is not stored")
+        entry, count, rows = found.entry, len(want.ids), layout.of_rows(len(layout.rows))
+        formats = transfer.formats_of(entry, want.digest, rows, self._sides(layout, rows.cache_len), count)
+        self._count(hits=1)
+        return arriving(
+            self._run,
+            lambda ready: self.lanes.fetch(namespace, want.digest, entry.infos, formats, rows, count, ready),
+        )
+
+    def lazy(self, prefix_token_ids: Any, namespace: str) -> list[Any]:
+        """The prompt cache of a stored prefix, at once: each layer waits for its rows when the model asks for them.
+
+        The last layer that the model asks for also waits until it is known that all of them belong together, so a pass
+        of the model that ends has used the right ones.
+
+        Raises:
+            PrefixMissError, PionMlxCompatError: as `iter_layers`.
+            IncompleteError, OSError: out of the model's pass: rows did not arrive, or were replaced meanwhile.
+        """
+        layers = self.iter_layers(prefix_token_ids, namespace)
+        count = len(self._layout().rows)
+        return lazy_cache(Arrivals(layers, count), count, len(token_array(prefix_token_ids)))
+
     def lookup(self, namespace: str, prefix_token_ids: Any = None) -> bool:
         """Whether the server holds all of a namespace.
 
@@ -301,7 +360,8 @@ class PionPromptCache(Texts):
         return self._run(explain(namespace, want.digest, want.ids, identity, layout, want.near, own=own))
 
     def drop(self, *namespaces: str) -> int:
-        """Delete prefixes on the server; returns how many of them it held."""
+        """Delete prefixes on the server and here; returns how many of them the server held."""
+        self.lanes.local.drop(*namespaces)
         return int(self._run(calls.drop(namespaces)))
 
     def commit(self) -> None:
@@ -337,6 +397,7 @@ class PionPromptCache(Texts):
                 "tokens_asked": self.tokens_asked,
                 "tokens_reused": self.tokens_reused,
                 "waits": self.waits,
+                "lanes": dict(self.lanes.used),
                 "last": dict(self._last) if self._last is not None else None,
             }
 

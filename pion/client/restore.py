@@ -1,5 +1,7 @@
 """From rows as they are stored to the arrays of a prompt cache that decodes at native speed:
 
+* their memory is filled where it is (blank.py), by compiled code, in huge pages and by several threads: the first touch
+  of memory costs more than all else;
 * arrays are as long as the prefix plus `ROOM` tokens. One of exactly n tokens would be copied as a whole at the first
   decoded token (57 to 118 ms for 2,048 tokens of a small model);
 * nothing else refers to their buffers when they are handed out, for the same reason.
@@ -9,18 +11,34 @@ mlx is imported inside functions.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from pion import metal_kernels
+from pion._core import headrows
+from pion.client.blank import blank_arrays
 from pion.client.caches import Layout, mlx_modules
 from pion.client.decode import CODES, NUMPY, Decoder, is_keys, wanted_part
 from pion.wire.raw import Segment, Stored
 
-__all__ = ["ROOM", "Restorer"]
+__all__ = ["ROOM", "Restorer", "threads"]
 
 ROOM: Final = 256  # tokens that can be appended without a copy: mlx-lm's own step
+
+
+_MOST_THREADS: Final = 4  # more would wait for memory
+
+
+def threads() -> int:
+    """Threads that share the copying of a cache."""
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        allowed = os.cpu_count() or 1
+    return max(1, min(allowed, _MOST_THREADS, headrows.MAX_THREADS))
 
 
 class Restorer:
@@ -33,17 +51,93 @@ class Restorer:
         layout: what `caches.inspect_model` said.
         count: tokens of the prefix.
         how: decode by ``metal`` kernels, mlx ``ops``, or on the ``cpu``; None: what suits the machine.
+        ready: called with the number of a layer when both of its sides are placed.
     """
 
-    def __init__(self, layout: Layout, count: int, how: str | None = None) -> None:
+    def __init__(
+        self, layout: Layout, count: int, how: str | None = None, ready: Callable[[int], None] | None = None
+    ) -> None:
         self._layout, self._count = layout, count
         self._arrays: dict[tuple[int, int], Any] = {}
         self._mx, _ = mlx_modules()
         self._dtype = getattr(self._mx, layout.dtype)
         self._how = how or metal_kernels.backend() or "cpu"
         self._decoder = Decoder(layout.kv_dim, layout.dtype)
-        self._stage: np.ndarray[Any, Any] | None = None
+        self._blank: dict[tuple[int, int], memoryview] = {}  # of arrays that wait for rows
+        self._head_bytes = layout.head_dim * np.dtype(NUMPY[layout.dtype]).itemsize
+        self._placed: set[tuple[int, int]] = set()
+        self._ready = ready
         self._turns: dict[tuple[int, int, float], Any] = {}
+
+    def prepare(self) -> None:
+        """Make the arrays, where rows are decoded on the CPU. In the thread that uses mlx; `place` may be in another."""
+        layout = self._layout
+        if self._how == "cpu" and not self._arrays and layout.cache_len:
+            shape = (1, layout.n_kv_heads, self._count + ROOM, layout.head_dim)
+            places = [(layer, side) for layer in range(layout.cache_len) for side in (0, 1)]
+            arrays, views = blank_arrays([(shape, layout.dtype)] * len(places))
+            self._arrays = dict(zip(places, arrays, strict=True))
+            self._blank = dict(zip(places, views, strict=True))
+
+    def reserve(self) -> None:
+        """Get the memory of the arrays from the system, before rows arrive that would wait for it. Any thread."""
+        headrows.reserve(list(self._blank.values()))
+
+    def place_all(self, sides: Sequence[Sequence[tuple[Stored, Sequence[memoryview]]]]) -> None:
+        """Place the rows of all layers of K and of V, which are in memory already, by several threads.
+
+        Args:
+            sides: of each layer what it holds, its segments counted from the beginning of the bytes, and the pieces
+                that the bytes are in.
+
+        Raises:
+            ValueError: as in `place`.
+        """
+        jobs = []
+        self.prepare()
+        if self._how == "cpu":
+            for side, layers in enumerate(sides):
+                for layer, (stored, pieces) in enumerate(layers):
+                    self._check(layer, stored)
+                    rows = self._words(stored, pieces)
+                    if rows is not None:
+                        jobs.append((self._blank[layer, side], rows))
+                        self._placed.add((layer, side))
+            if jobs:
+                heads = self._layout.n_kv_heads
+                headrows.fill(jobs, heads, self._head_bytes, threads=threads(), fresh=True)
+        if len(jobs) < 2 * self._layout.cache_len:
+            self.reserve()
+        for side, layers in enumerate(sides):
+            for layer, (stored, pieces) in enumerate(layers):
+                if (layer, side) not in self._placed:
+                    self.place_pieces(side, layer, stored, pieces)
+
+    def place_pieces(self, side: int, layer: int, stored: Stored, pieces: Sequence[memoryview]) -> None:
+        """`place` for bytes in several pieces, with segments counted from their beginning."""
+        self.place(side, layer, stored, pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
+
+    def _words(self, stored: Stored, pieces: Sequence[memoryview]) -> list[tuple[int, memoryview]] | None:
+        """The pieces as (first row, rows), when all of them are rows in the words of the model."""
+        code, row = CODES[self._layout.dtype], self._layout.n_kv_heads * self._head_bytes
+        if any(segment.fmt != code or segment.missing for segment in stored.segments):
+            return None
+        out, first = [], 0
+        for piece in pieces:
+            if len(piece) % row:
+                return None
+            out.append((first, piece))
+            first += len(piece) // row
+        if first != self._count:
+            raise ValueError(f"{first} rows came, not {self._count}")
+        return out
+
+    def _check(self, layer: int, stored: Stored) -> None:
+        if (stored.start, stored.rows, stored.dim) != (0, self._count, self._layout.kv_dim):
+            got = f"rows {stored.start} to {stored.start + stored.rows} of {stored.dim} values"
+            raise ValueError(f"layer {layer}: {got}, not 0 to {self._count} of {self._layout.kv_dim}")
+        if any(segment.missing for segment in stored.segments):
+            raise ValueError(f"layer {layer}: rows are missing")
 
     def place(self, side: int, layer: int, stored: Stored, answer: memoryview) -> None:
         """Decode the rows of a layer into its array.
@@ -57,26 +151,26 @@ class Restorer:
         Raises:
             ValueError: these are not `count` rows of this model, or of a format this version does not know.
         """
-        if (stored.start, stored.rows, stored.dim) != (0, self._count, self._layout.kv_dim):
-            got = f"rows {stored.start} to {stored.start + stored.rows} of {stored.dim} values"
-            raise ValueError(f"layer {layer}: {got}, not 0 to {self._count} of {self._layout.kv_dim}")
-        if any(segment.missing for segment in stored.segments):
-            raise ValueError(f"layer {layer}: rows are missing")
+        self._check(layer, stored)
         if self._how != "cpu" and all(self._on_gpu(segment, stored.theta) for segment in stored.segments):
             self._arrays[layer, side] = self._gathered(stored, answer)
         else:
-            self._arrays[layer, side] = self._laid_out(stored, answer)
+            self._lay_out(layer, side, stored, answer)
+        self._placed.add((layer, side))
+        if self._ready is not None and (layer, 1 - side) in self._placed:
+            self._ready(layer)
 
-    def _laid_out(self, stored: Stored, answer: memoryview) -> Any:
+    def _lay_out(self, layer: int, side: int, stored: Stored, answer: memoryview) -> None:
         layout, count = self._layout, self._count
-        if self._stage is None:
-            # Laid out here, then copied: half as many passes over fresh memory as filling an mlx array in place.
-            self._stage = np.zeros((1, layout.n_kv_heads, count + ROOM, layout.head_dim), NUMPY[layout.dtype])
-        stage = self._stage[0]
+        if (layer, side) not in self._blank:
+            self.prepare()
+        if (layer, side) not in self._blank:  # one that the GPU's kernels do not take
+            arrays, views = blank_arrays([((1, layout.n_kv_heads, count + ROOM, layout.head_dim), layout.dtype)])
+            self._arrays[layer, side], self._blank[layer, side] = arrays[0], views[0]
+        out = self._blank[layer, side]
         for first, rows in self._decoder.pieces(stored, answer):
-            heads = rows.reshape(len(rows), layout.n_kv_heads, layout.head_dim)
-            np.copyto(stage[:, first : first + len(rows)], heads.swapaxes(0, 1))
-        return self._mx.array(self._stage)
+            headrows.put(out, first, rows, layout.n_kv_heads, self._head_bytes)
+        headrows.clear(out, count, count + ROOM, layout.n_kv_heads, self._head_bytes)
 
     # --- on a GPU -------------------------------------------------------------------------------------------------
 
@@ -135,12 +229,16 @@ class Restorer:
             ValueError: a layer-side was never placed.
         """
         wanted = [(layer, side) for layer in range(self._layout.cache_len) for side in (0, 1)]
-        missing = [place for place in wanted if place not in self._arrays]
+        missing = [place for place in wanted if place not in self._placed]
         if missing:
             raise ValueError(f"{len(missing)} of {len(wanted)} layer-sides are missing")
-        for place in wanted:
-            if self._arrays[place].dtype != self._dtype:  # numpy has no bfloat16: u16 until here
-                self._arrays[place] = self._arrays[place].view(self._dtype)
         self._mx.eval(list(self._arrays.values()))
-        layers = range(self._layout.cache_len)
-        return [(self._arrays.pop((layer, 0)), self._arrays.pop((layer, 1))) for layer in layers]
+        return [self.take(layer) for layer in range(self._layout.cache_len)]
+
+    def take(self, layer: int) -> tuple[Any, Any]:
+        """(K, V) of one layer that is placed; nothing here refers to them afterwards."""
+        for side in (0, 1):
+            self._blank.pop((layer, side), None)
+        pair = self._arrays.pop((layer, 0)), self._arrays.pop((layer, 1))
+        self._mx.eval(pair)
+        return pair

@@ -11,6 +11,7 @@ from pion._core.buffers import BufferPool
 from pion.client import calls, tensors
 from pion.client.address import Address
 from pion.client.connection import Command, Steps
+from pion.client.mapped import MappedKV, map_prefix
 from pion.client.pool import Pool
 from pion.client.tensors import KV, Layers
 from pion.wire.resp import Part
@@ -247,6 +248,23 @@ class Client:
                 heads=heads,
             )
         )
+
+    def map(self, ns: str | bytes, *, heads: int | None = None) -> MappedKV:
+        """A whole prefix of a server on this machine, mapped: nothing is copied, nothing is sent.
+
+        The server hands out a descriptor of its own file that can only be read. What is mapped stays as it is, whatever
+        becomes of the prefix; its memory is the server's page cache. Looking it up is not counted as a hit.
+
+        Args:
+            ns: its name. It must have been registered with its shape (`store` does) and be complete.
+            heads: for a prefix that was registered without HEADS.
+
+        Raises:
+            LaneError: the server is not on this machine, or hands out no files (to us).
+            CommandError: the prefix is not there, or not complete.
+            IncompleteError: it went away meanwhile.
+        """
+        return self._run(map_prefix(ns, self.address, heads=heads))
 
     def lookup(
         self, ns: str | bytes, *, digest: str | None = None, tokens: int | None = None, prefill_ms: int | None = None

@@ -1,13 +1,11 @@
 """One prefix over the wire: looked up, registered, stored and fetched, as steps for a connection pool.
 
 A store is one flight of commands behind its REGISTER, packed as the socket takes them: the rows, then the states. A
-fetch is one flight too: all rows of K and of V are asked for at once, received layer by layer into one buffer, and
-copied from there into the model's arrays while the next ones travel; the states follow.
+fetch takes the states in one flight, and then the rows by the fastest way there is (lanes.py).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,9 +16,8 @@ from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
 from pion.client.errors import IncompleteError, reply_error
 from pion.client.formats import KEPT, Sides, described, registration
+from pion.client.lanes import Lanes, Pairs
 from pion.client.manifest import Manifest, held_tokens
-from pion.client.receive import Receiver
-from pion.client.restore import Restorer
 from pion.errors import CommandError, MismatchError, utf8
 from pion.wire.resp import ReplyError
 
@@ -30,6 +27,7 @@ __all__ = [
     "Parts",
     "Rows",
     "fetch",
+    "formats_of",
     "lines_of",
     "lookup",
     "match_command",
@@ -271,7 +269,22 @@ def _described(info: Any, digest: str, layout: Layout, rows: int, wanted: tuple[
     return tuple(fmt for _, fmt in held)
 
 
-def fetch(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int, count: int) -> Steps[Parts]:
+def formats_of(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int) -> Sides:
+    """The formats of an entry's layers of rows, by V.INFO of both sides, when they are what this model can use.
+
+    Raises:
+        MismatchError, IncompleteError, CommandError: as `fetch` does.
+    """
+    raise_first(entry.infos)
+    keys, values = (
+        _described(info, digest, layout, rows, asked) for info, asked in zip(entry.infos, wanted, strict=True)
+    )
+    return keys, values
+
+
+def fetch(
+    entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int, count: int, lanes: Lanes
+) -> Steps[Parts]:
     """Fetch the first tokens of a prefix.
 
     Args:
@@ -281,40 +294,33 @@ def fetch(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int, c
         wanted: the formats asked for.
         rows: tokens of the prefix.
         count: tokens to fetch, a number that is usable.
+        lanes: the ways to the server.
 
     Raises:
         MismatchError: the shape or the format is not this model's.
         IncompleteError: something is missing, or the prefix was replaced meanwhile.
         CommandError: the server refused.
     """
-    raise_first(entry.infos)
-    layers, sids = layout.cache_len, _sids(entry.namespace)
-    formats = [_described(info, digest, layout, rows, asked) for info, asked in zip(entry.infos, wanted, strict=True)]
-    asked: list[Any] = []
-    receivers: list[Receiver] = []
-    restorer = Restorer(layout, count) if layers else None
-    if restorer is not None:
-        receivers = [
-            Receiver("KV"[side], layers, count, layout.kv_dim, functools.partial(restorer.place, side))
-            for side in range(2)
-        ]
-        asked += [["V.FETCH", sid, "BATCH", 0, count, layers, "FMT", "RAW"] for sid in sids]
-    wanted_states = entry.manifest.states_at(count) if entry.manifest is not None else {}
-    asked += [["SSM.PREFIX.FETCH", entry.namespace, number] for number in wanted_states.values()]
-    # The entry may be replaced at any time: what comes is of `entry` only if it is the same behind it.
-    asked += _infos(entry.namespace)
-    replies = yield Flight(asked, dict(enumerate(receivers)))
-    raise_first(replies)
-    if replies[-2:] != entry.infos:
-        raise IncompleteError("the prefix was replaced while it was fetched")
-    wrong = [text for receiver, fmts in zip(receivers, formats, strict=False) if (text := receiver.finish(fmts))]
-    if wrong:
-        raise IncompleteError("; ".join(wrong))
-    states = dict(zip(wanted_states, replies[len(receivers) : -2], strict=True))
-    missing = [wanted_states[leaf] for leaf, state in states.items() if state is None]
-    if missing:
-        raise IncompleteError(f"states {missing} are missing")
-    return Parts(restorer.finish() if restorer is not None else [], states)
+    formats = formats_of(entry, digest, layout, wanted, rows)
+    numbers = entry.manifest.states_at(count) if entry.manifest is not None else {}
+    states: dict[int, Any] = {}
+    if numbers or not layout.cache_len:
+        # The entry may be replaced at any time: what comes is of `entry` only if it is the same behind it.
+        asked = [["SSM.PREFIX.FETCH", entry.namespace, number] for number in numbers.values()]
+        *found, keys, values = yield Flight([*asked, *_infos(entry.namespace)])
+        raise_first([*found, keys, values])
+        if [keys, values] != entry.infos:
+            raise IncompleteError("the prefix was replaced while it was fetched")
+        states = dict(zip(numbers, found, strict=True))
+        missing = [numbers[leaf] for leaf, state in states.items() if state is None]
+        if missing:
+            raise IncompleteError(f"states {missing} are missing")
+    pairs: Pairs = []
+    if layout.cache_len:
+        pairs = yield from lanes.fetch(
+            entry.namespace, digest, entry.infos, formats, layout, count, whole=count == rows
+        )
+    return Parts(pairs, states)
 
 
 def lines_of(info: bytes) -> dict[str, str]:

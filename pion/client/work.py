@@ -22,6 +22,7 @@ from pion.client.errors import IncompleteError
 from pion.client.explain import Explanation, block_table, note, receipt
 from pion.client.formats import Formats
 from pion.client.identity import cache_identity, model_identity, prefix_digest
+from pion.client.lanes import Lanes
 from pion.client.link import Link
 from pion.client.slots import tree_kind
 from pion.errors import AuthenticationError, CommandError, MismatchError
@@ -82,9 +83,10 @@ class Work:
     layout: Layout | None
 
     def __init__(
-        self, link: Link, formats: Formats, options: CacheOptions, *, as_states: bool, chunk: int | None, wait: float
-    ) -> None:
-        self._link = link
+        self, link: Link, lanes: Lanes, formats: Formats, options: CacheOptions, *, as_states: bool, chunk: int | None,
+        wait: float,
+    ) -> None:  # fmt: skip
+        self._link, self.lanes = link, lanes
         self.formats, self._options, self._as_states = formats, options, as_states
         self.prefill_chunk_size = chunk
         self._wait_at_most = wait
@@ -194,7 +196,7 @@ class Work:
         """A cache of the first `count` of `rows` tokens of an entry, and the states it was made of."""
         layers = len(layout.rows) if entry.manifest is None else entry.manifest.row_layers
         wanted = self._sides(layout, layers)
-        parts = self._run(transfer.fetch(entry, digest, layout.of_rows(layers), wanted, rows, count))
+        parts = self._run(transfer.fetch(entry, digest, layout.of_rows(layers), wanted, rows, count, self.lanes))
         return assembly.built(self.model, self._options, layout, entry.manifest, parts, count), parts.states
 
     # --- computing ------------------------------------------------------------------------------------------------

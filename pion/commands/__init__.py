@@ -9,6 +9,7 @@ from pion.commands import (
     info,
     introspect,
     keys,
+    lane,
     prefix,
     prefix_keep,
     prefix_match,
@@ -25,6 +26,6 @@ from pion.commands.state import ServerState
 
 __all__ = [
     "Dispatcher", "ServerState",
-    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "prefix", "prefix_keep",
+    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "lane", "prefix", "prefix_keep",
     "prefix_match", "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

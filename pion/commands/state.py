@@ -132,6 +132,7 @@ class ServerState:
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.
         shut_down: called once with `save: bool` by SHUTDOWN.
         port: the bound TCP port.
+        lane: path of the socket that hands out descriptors of entry files; empty: there is none.
     """
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
@@ -143,6 +144,7 @@ class ServerState:
     plane: Any = None
     engine: Any = None
     port: int = 0
+    lane: str = ""
     maxmemory: int = 0
     maxmemory_policy: str = "noeviction"
     maxclients: int = limits.DEFAULT_MAXCLIENTS

@@ -27,6 +27,7 @@ from pion.auth import Authenticator
 from pion.commands import Dispatcher, ServerState, table
 from pion.commands.commits import Flushed
 from pion.config import Options
+from pion.net.lane import Lane
 from pion.net.listeners import address_text, open_tcp, open_unix, raise_descriptor_limit
 from pion.store.engine import Engine
 from pion.wire.resp import Err
@@ -59,6 +60,7 @@ class Server:
         self._nursery: trio.Nursery
         self._accepting: list[trio.CancelScope] = []  # one a listener
         self._urgent = False
+        self._lane: Lane | None = None
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -78,8 +80,11 @@ class Server:
                 self.engine.keyspace_store.adopt()
             self._connect_parts(port)
             try:
+                self._open_lane()
                 await self._serve(port, task_status)
             finally:
+                if self._lane is not None:
+                    self._lane.close()
                 self.plane.close()
         finally:
             self._close_listeners()
@@ -99,6 +104,20 @@ class Server:
         if not self.listeners:
             raise errors.StartupError("nothing to listen on: give a port or --unixsocket")
         return port
+
+    def _open_lane(self) -> None:
+        """Where clients of this machine get entry files. Without it they are sent the bytes."""
+        wanted = self.options.lane
+        if wanted == "off" or not self.options.kvcache:
+            return
+        try:
+            self._lane = Lane(wanted, self.engine.root, self.engine.redeem)
+        except (errors.StartupError, OSError) as error:
+            if wanted:
+                raise errors.StartupError(f"--lane: {error}") from error
+            log.warning("no lane for clients of this machine: %s", error)
+            return
+        self.state.lane = self._lane.path
 
     def _close_listeners(self) -> None:
         for sock, name in self.listeners:
@@ -156,6 +175,8 @@ class Server:
             nursery.start_soon(self._drive)
             nursery.start_soon(self._tick)
             nursery.start_soon(self._each_second)
+            if self._lane is not None:
+                nursery.start_soon(self._lane.serve)
             if trio.lowlevel.current_root_task() is not None and _in_main_thread():
                 await nursery.start(self._watch_signals)
             for sock, name in self.listeners:

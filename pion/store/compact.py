@@ -225,7 +225,7 @@ class _Job:
         self.temporary = ""
         for payload in [*fresh.states.values(), *([fresh.blocks] if fresh.blocks else [])]:
             payload.checked = True
-        old, nbytes = entry.ref, entry.disk
+        old, nbytes, generation = entry.ref, entry.disk, entry.generation
 
         def change() -> None:
             entry.generation, entry.seed = fresh.generation, fresh.seed
@@ -239,4 +239,4 @@ class _Job:
         if store.index is not None:
             store.index.put(entry.key, entry.figures(clean=False))
         store.opened(entry)
-        store.release(old, nbytes)
+        store.release(old, nbytes, generation)

@@ -30,6 +30,7 @@ from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports
 from pion.store.files import DiskFiles, Files, MemoryFiles
+from pion.store.handouts import Handouts
 from pion.store.index import Index
 from pion.store.keeping import Keeping
 from pion.store.keyspace import KeyspaceStore
@@ -126,6 +127,7 @@ class Engine(SessionMethods, PrefixMethods):
             self._store.order.uses = self._tables
         self._states = States(self._store)
         self._exports = Exports(self._store, self._sessions, self.root)
+        self._handouts = Handouts(self._store, self.ledger)
         self._store.on_drop = self._dropped
         with self._store.lock:
             self._matches = Matches(self._store)
@@ -257,6 +259,7 @@ class Engine(SessionMethods, PrefixMethods):
         """Once a second: flush (appendfsync everysec), seal and compact quiet entries. Does not wait for any of it."""
         self._upkeep.tick()
         self._exports.sweep()
+        self._handouts.tick()
 
     # --- durability -------------------------------------------------------------------------------------------------
 

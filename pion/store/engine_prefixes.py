@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pion import limits
 from pion.errors import CommandError
+from pion.store.handouts import Handouts, Offer
 from pion.store.keeping import Keeping
 from pion.store.layout import PREFIX, Declared, Side
 from pion.store.matches import Match, Matches
@@ -27,6 +28,7 @@ class PrefixMethods:
     _prefixes: Prefixes
     _keeping: Keeping
     _matches: Matches
+    _handouts: Handouts
 
     if TYPE_CHECKING:
 
@@ -219,6 +221,27 @@ class PrefixMethods:
         return self._keeping.about(ns)
 
     # --- all of them ------------------------------------------------------------------------------------------------
+
+    def lane(self, ns: bytes) -> Offer:
+        """Where everything of a complete prefix lies in its file, and a ticket for `redeem`.
+
+        Raises:
+            CommandError: there is no such prefix, it is not complete, or it is damaged.
+        """
+        return self._handouts.offer(ns)
+
+    def lane_must_wait(self, ns: bytes) -> bool:
+        """`lane` would compare checksums of the whole prefix (once after each start): prepare it, or call it, in a
+        thread."""
+        return self._handouts.must_wait(ns)
+
+    def redeem(self, ticket: bytes) -> int:
+        """A descriptor of the file that a ticket of `lane` is for; it can only read. The caller closes it.
+
+        Raises:
+            TicketError: the ticket is not good (any more).
+        """
+        return self._handouts.redeem(ticket)
 
     def flush(self) -> int:
         """Drop everything but the keyspace; how many prefixes there were."""

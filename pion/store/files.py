@@ -38,6 +38,8 @@ class Files(Protocol):
     keeps: bool  # files survive this process
     aside: list[str]  # what was moved or copied into the quarantine
 
+    @property
+    def directory(self) -> int | None: ...
     def create(self, path: str, data: bytes, *, over: int = 0) -> int: ...
     def open(self, path: str) -> int: ...
     def discard(self, path: str, generation: int) -> None: ...
@@ -79,6 +81,11 @@ class DiskFiles:
         except OSError as error:
             raise StartupError(f"data directory {error.filename or root}: {error.strerror}") from error
         self._empty_trash()
+
+    @property
+    def directory(self) -> int | None:
+        """Descriptor of the data directory."""
+        return self._dir
 
     def entry_files(self) -> Iterator[str]:
         """Paths of whatever stands where entries do."""
@@ -334,6 +341,11 @@ class MemoryFiles:
 
     def __init__(self) -> None:
         self.aside: list[str] = []
+
+    @property
+    def directory(self) -> int | None:
+        """There is none."""
+        return None
 
     def create(self, path: str, data: bytes, *, over: int = 0) -> int:
         """A new nameless file that holds `data`."""

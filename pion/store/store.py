@@ -26,6 +26,7 @@ from pion.store.entries import Entry
 from pion.store.files import Files
 from pion.store.index import Figures, Index
 from pion.store.layout import Declared, Side
+from pion.store.lending import Lending
 from pion.store.order import Order
 
 log = logging.getLogger("pion.store")
@@ -102,7 +103,7 @@ class Store(Caps):
         self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
         self.unlisted = 0  # bytes of files the listing has not come to yet
-        self._held: list[tuple[FdRef, int]] = []  # dropped files that readers still hold, and their bytes
+        self._lending = Lending()
         self._open: OrderedDict[Entry, None] = OrderedDict()
         self._free_slots: list[int] = []
         self._next_slot = 0
@@ -152,9 +153,13 @@ class Store(Caps):
         return entry.ref
 
     def watch(self) -> None:
-        """Take entries out of service whose file failed while a reply was sent. The lock is held."""
+        """Take entries out of service whose file failed while a reply was sent, and see who still maps what was lent.
+
+        Once a second. The lock is held.
+        """
         for entry in [entry for entry in self._open if entry.ref is not None and entry.ref.failed]:
             loader.intact(self, entry)
+        self._lending.look()
 
     def with_descriptor(self, make: Callable[[], T]) -> T:
         """Call something that opens a file. When there are no descriptors left, half of ours are given back first.
@@ -343,21 +348,22 @@ class Store(Caps):
         self.ends.move_to_end(entry.key)
         if len(self.ends) > REMEMBERED:
             self.ends.popitem(last=False)
-        self.release(entry.ref, entry.disk)
+        self.release(entry.ref, entry.disk, entry.generation)
         entry.ref = None
         if self.on_drop is not None:
             self.on_drop(entry)
 
-    def release(self, ref: FdRef | None, nbytes: int) -> None:
-        """Let go of a removed file; while a reply or a sink still holds it, its blocks count."""
-        if ref is not None and ref.refs > 1:
-            self._held.append((ref, nbytes))
+    def release(self, ref: FdRef | None, nbytes: int, generation: int) -> None:
+        """Let go of a removed file; while a reply, a sink or a client that maps it holds it, its blocks count."""
+        self._lending.removed(ref, nbytes, generation)
+
+    def lend(self, generation: int, ref: FdRef) -> None:
+        """A client got a descriptor of this file."""
+        self._lending.lend(generation, ref)
 
     def held_bytes(self) -> int:
-        """Bytes of removed files that readers still hold."""
-        if self._held:
-            self._held = [item for item in self._held if item[0].refs > 1]
-        return sum(nbytes for _, nbytes in self._held)
+        """Bytes of removed files that readers and other processes still hold."""
+        return self._lending.held_bytes()
 
     def lose(self, entry: Entry, why: str) -> None:
         """Take a damaged entry out of service: its file is moved aside, never deleted, never served."""

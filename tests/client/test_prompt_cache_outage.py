@@ -40,6 +40,12 @@ def between(server: Any) -> Iterator[Proxy]:
 
 
 @pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come through the proxy, not out of the server's file."""
+    monkeypatch.setenv("PION_LANE", "tcp")
+
+
+@pytest.fixture
 def ns() -> str:
     return f"outage-{next(_names)}"
 
@@ -95,6 +101,7 @@ def test_a_silent_host_costs_at_most_a_third_of_the_time(between: Proxy, ns: str
         assert pc.outages == calls > 10
 
 
+@pytest.mark.usefixtures("over_tcp")
 def test_b7_the_server_is_lost_in_the_middle_of_a_fetch(
     server: Any, between: Proxy, ns: str, truth: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,6 +135,7 @@ def test_b7_a_store_that_broke_off_is_a_miss_and_is_completed(
         assert (pc.hits, pc.misses) == (1, 1)
 
 
+@pytest.mark.usefixtures("over_tcp")
 def test_an_entry_replaced_between_lookup_and_fetch_is_not_used(
     server: Any, between: Proxy, ns: str, truth: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +197,7 @@ def test_what_is_computed_is_never_lost_to_an_unfinished_entry_of_something_else
         assert any("it is computed, not stored" in text for text in warnings_of(caplog))
 
 
+@pytest.mark.usefixtures("over_tcp")
 def test_an_entry_dropped_between_lookup_and_fetch_is_recomputed_and_stored(
     server: Any, between: Proxy, ns: str, truth: list[bytes]
 ) -> None:

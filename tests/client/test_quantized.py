@@ -118,8 +118,9 @@ def test_what_two_clients_fetch_is_the_same_bit_for_bit(cache_of: Callable[..., 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_quantized_prefix_crosses_the_wire_as_small_as_it_is_stored(
-    server: Server, cache_of: Callable[..., PionPromptCache], ns: str, name: str
+    server: Server, cache_of: Callable[..., PionPromptCache], ns: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PION_LANE", "tcp")
     cache_of(model_of("float16"), vquant=name).get_or_prefill(IDS, ns)
     with proxy(server.port) as between, PionPromptCache(model_of("float16"), vquant=name, port=between.port) as pc:
         before = between.answered

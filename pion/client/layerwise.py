@@ -1,0 +1,127 @@
+"""The layers of a prefix one by one, as they arrive: the first ones are used while the last ones are on their way.
+
+What arrives belongs together only if the entry is the same behind its rows as before them. That is known at the end: an
+iterator that ends without an error, and a lazy cache whose last layer was given out, vouch for all layers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pion.client.caches import mlx_modules
+from pion.client.connection import Steps
+from pion.client.restore import Restorer
+
+__all__ = ["Arrivals", "arriving", "lazy_cache"]
+
+Ready = Callable[[int, Restorer], None]
+
+
+def arriving(run: Callable[[Steps[Any]], Any], fetch: Callable[[Ready], Steps[Any]]) -> Iterator[tuple[int, Any, Any]]:
+    """Fetch in a thread of its own.
+
+    Args:
+        run: runs a procedure on a connection, blocking.
+        fetch: the procedure, given what to call for each layer that is complete.
+
+    Yields:
+        (layer, K, V), as in `Restorer.finish`.
+
+    Raises:
+        What the fetch raises, in place of the next layer.
+    """
+    arrived: queue.SimpleQueue[tuple[int, Restorer] | BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            run(fetch(lambda layer, restorer: arrived.put((layer, restorer))))
+        except BaseException as error:  # handed to the caller below
+            arrived.put(error)
+        else:
+            arrived.put(None)
+
+    thread = threading.Thread(target=work, name="pion layers", daemon=True)
+    thread.start()
+    try:
+        while (item := arrived.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            layer, restorer = item
+            yield layer, *restorer.take(layer)
+    finally:
+        thread.join()
+
+
+class Arrivals:
+    """Layers on their way, for whoever asks for one of them.
+
+    Args:
+        layers: of `arriving`, in any order.
+        count: how many there are.
+    """
+
+    def __init__(self, layers: Iterator[tuple[int, Any, Any]], count: int) -> None:
+        self._layers, self._count = layers, count
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Any, Any]] = {}
+        self._given = 0
+        self._error: BaseException | None = None
+
+    def take(self, layer: int) -> tuple[Any, Any]:
+        """(K, V) of a layer, once; waits for it. With the last one that is taken, all of them are known to be right.
+
+        Raises:
+            IncompleteError, OSError, ...: what the fetch raised; for every layer from then on.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                while layer not in self._waiting:
+                    number, keys, values = next(self._layers)
+                    self._waiting[number] = keys, values
+                self._given += 1
+                if self._given == self._count:
+                    for _ in self._layers:  # its end says that everything was of one entry
+                        raise AssertionError("more layers than there are")
+            except BaseException as error:
+                self._error = error
+                raise
+            return self._waiting.pop(layer)
+
+
+def lazy_cache(arrivals: Arrivals, layers: int, count: int) -> list[Any]:
+    """A prompt cache whose layers wait for their rows when the model first asks for them.
+
+    Each layer becomes a plain ``KVCache`` of `count` tokens at that moment.
+    """
+    _, module = mlx_modules()
+    plain = module.KVCache
+
+    def arrive(self: Any) -> None:
+        keys, values = arrivals.take(self.__dict__["_layer"])
+        del self.__dict__["_layer"]
+        self.__class__ = plain
+        self.keys, self.values = keys, values
+
+    def attribute(name: str) -> property:
+        def get(self: Any) -> Any:
+            arrive(self)
+            return getattr(self, name)
+
+        def put(self: Any, value: Any) -> None:
+            arrive(self)
+            setattr(self, name, value)
+
+        return property(get, put)
+
+    pending = type("KVCache", (plain,), {"keys": attribute("keys"), "values": attribute("values")})
+    cache = []
+    for layer in range(layers):
+        item = pending.__new__(pending)
+        item.__dict__.update(_layer=layer, offset=count)
+        cache.append(item)
+    return cache

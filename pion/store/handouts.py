@@ -1,0 +1,221 @@
+"""Entry files handed to clients on the same machine, which map them (KV.PREFIX.LANE).
+
+What a prefix is made of and where it lies is told together with a ticket: a random word, good for one file, once, for a
+few seconds. Whoever shows it gets a descriptor that can only read.
+
+A file that was handed out is never shortened and never overwritten, since it is only appended to: a compaction writes
+another one, a dropped one loses its name and keeps its blocks as long as somebody maps it. On Linux the kernel can be
+asked whether somebody does (a lease is refused), so that these blocks count like those that slow readers hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pion import limits
+from pion.errors import CommandError, TicketError
+from pion.store import layout, loader, reading
+from pion.store.entries import DamagedError, Entry, SessionNotFoundError
+from pion.store.reading import StoredRows
+
+if TYPE_CHECKING:
+    from pion._core.stream import FdRef
+    from pion.store.ledger import Ledger
+    from pion.store.store import Store
+
+__all__ = ["Handouts", "Offer", "read_only"]
+
+_TICKET_BYTES: Final = 16
+_U64: Final = struct.Struct("<QQ")
+
+
+class Layer(NamedTuple):
+    """One layer of one side: what its rows are, and (offset, nbytes) of their bytes in the file, in order."""
+
+    stored: StoredRows
+    pieces: list[tuple[int, int]]
+
+    def packed_pieces(self) -> bytes:
+        """The pieces, each two u64 little-endian."""
+        return b"".join(_U64.pack(*piece) for piece in self.pieces)
+
+
+class Offer(NamedTuple):
+    """What a client is told of an entry.
+
+    Attributes:
+        ticket: to be shown at the socket.
+        generation: of the file.
+        digest, rows, heads: as declared; a row is `heads` times as many values, when it was said.
+        sides: the layers of K and of V.
+        states: (number, offset, nbytes).
+    """
+
+    ticket: bytes
+    generation: int
+    digest: str | None
+    rows: int
+    heads: int | None
+    sides: tuple[list[Layer], list[Layer]]
+    states: list[tuple[int, int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of rows and states."""
+        rows = sum(layer.stored.nbytes for side in self.sides for layer in side)
+        return rows + sum(nbytes for _, _, nbytes in self.states)
+
+
+class _Ticket(NamedTuple):
+    entry: Entry
+    generation: int
+    file: FdRef  # also of an entry that a compaction has given another file since
+    ends: float
+    nbytes: int
+
+
+class Handouts:
+    """The tickets of one process. Any thread."""
+
+    def __init__(self, store: Store, ledger: Ledger) -> None:
+        self._store, self._ledger = store, ledger
+        self._lock = threading.Lock()
+        self._tickets: OrderedDict[bytes, _Ticket] = OrderedDict()
+
+    def must_wait(self, ns: bytes) -> bool:
+        """An offer would read the whole entry first, to compare its checksums: make it in a thread."""
+        with self._store.lock:
+            entry = self._store.find(layout.PREFIX + ns)
+            if entry is None:
+                return False
+            return loader.unchecked(entry) or not all(payload.checked for payload in entry.states.values())
+
+    def offer(self, ns: bytes) -> Offer:
+        """What a complete prefix is and where it lies, and a ticket for its file.
+
+        Raises:
+            SessionNotFoundError: there is none.
+            DamagedError: a checksum is wrong.
+            CommandError: it is not complete, or was registered without ROWS and LAYERS.
+        """
+        store, key = self._store, layout.PREFIX + ns
+        with store.lock:
+            known = key in store.entries
+            entry = store.get(key)
+            if entry is None:
+                if known:
+                    raise DamagedError(f"ERR the stored entry is out of service: {store.ends.get(key, 'damaged')}")
+                raise SessionNotFoundError
+            declared = entry.declared
+            if declared.rows is None or declared.layers is None or entry.mask != 3 or not entry.complete:
+                raise CommandError("ERR KV.PREFIX.LANE: only prefixes with ROWS and LAYERS that are complete")
+            store.touch(entry)
+            sides = [self._layers(entry, side, declared.layers, declared.rows) for side in range(2)]
+            states = []
+            for number, payload in sorted(entry.states.items()):
+                loader.check_payload(store, entry, payload)
+                states.append((number, payload.offset, payload.nbytes))
+            offer = Offer(
+                b"", entry.generation, declared.digest, declared.rows, declared.heads, (sides[0], sides[1]), states
+            )
+            return offer._replace(ticket=self._issue(entry, store.ref(entry), offer.nbytes))
+
+    def _layers(self, entry: Entry, side: int, layers: int, rows: int) -> list[Layer]:
+        about = entry.sides[side]
+        assert about is not None
+        out = []
+        for layer in range(layers):
+            found = reading.stored(self._store, entry, about, side, layer, 0, rows)
+            assert found is not None
+            out.append(Layer(found, _joined((offset, nbytes) for _, offset, nbytes in found.segments)))
+        return out
+
+    def _issue(self, entry: Entry, file: FdRef, nbytes: int) -> bytes:
+        ticket = secrets.token_hex(_TICKET_BYTES).encode()
+        now = time.monotonic()
+        with self._lock:
+            self._expire(now)
+            if len(self._tickets) >= limits.LANE_TICKETS:
+                self._tickets.popitem(last=False)
+            self._tickets[ticket] = _Ticket(entry, entry.generation, file, now + limits.LANE_TICKET_SECONDS, nbytes)
+        return ticket
+
+    def _expire(self, now: float) -> None:
+        while self._tickets:
+            ticket, oldest = next(iter(self._tickets.items()))
+            if oldest.ends > now:
+                return
+            del self._tickets[ticket]
+
+    def redeem(self, ticket: bytes) -> int:
+        """A new descriptor, for reading only, of the file that a ticket is for. The ticket is used up.
+
+        Raises:
+            TicketError: there is no such ticket (any more), or its entry is gone.
+            OSError: the file could not be opened.
+        """
+        with self._lock:
+            self._expire(time.monotonic())
+            found = self._tickets.pop(ticket, None)
+        if found is None:
+            raise TicketError("no such ticket")
+        with self._store.lock:
+            if found.entry.gone:
+                raise TicketError("the prefix is gone")
+            fd = self._store.with_descriptor(
+                lambda: read_only(found.file.fileno(), self._store.files.directory, found.entry.path)
+            )
+            self._store.lend(found.generation, found.file)
+            self._ledger.bytes_served += found.nbytes
+        return fd
+
+    def tick(self) -> None:
+        """Forget tickets that nobody came with. Once a second."""
+        with self._lock:
+            self._expire(time.monotonic())
+
+
+def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in as few pieces as possible."""
+    out: list[tuple[int, int]] = []
+    for offset, nbytes in pieces:
+        if out and out[-1][0] + out[-1][1] == offset:
+            out[-1] = (out[-1][0], out[-1][1] + nbytes)
+        else:
+            out.append((offset, nbytes))
+    return out
+
+
+def read_only(fd: int, root: int | None, path: str) -> int:
+    """Open the file of a descriptor once more, for reading only.
+
+    Args:
+        fd: open for writing.
+        root: descriptor of the data directory, for systems without /proc; None: there is no name.
+        path: of the file below it.
+
+    Raises:
+        OSError: it cannot be opened, or another file stands there now.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        opened = os.open(f"/proc/self/fd/{fd}", flags)
+    except FileNotFoundError:
+        if root is None:
+            raise
+        opened = os.open(path, flags | os.O_NOFOLLOW, dir_fd=root)
+    mine, theirs = os.fstat(fd), os.fstat(opened)
+    writable = fcntl.fcntl(opened, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    if writable or (mine.st_dev, mine.st_ino) != (theirs.st_dev, theirs.st_ino):
+        os.close(opened)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+    return opened
