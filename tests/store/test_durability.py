@@ -325,6 +325,7 @@ def test_a_commit_without_descriptors_is_put_off_not_lost(tmp_path: Path) -> Non
             fill(engine, b"p%d" % i)
         for entry in engine._store.entries.values():
             entry.ref = None  # as after many others were opened
+        assert stream.drain(20)  # they are closed in the background
         taken = []
         try:
             while True:

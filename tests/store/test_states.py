@@ -58,5 +58,8 @@ def test_another_number_of_states_is_another_prefix(tmp_path: Path) -> None:
         engine.register(b"ns", 4, FP16, rows=3, layers=0, states=2)
         with pytest.raises(MismatchError, match=r"number of states \(2, not 3\)"):
             engine.register(b"ns", 4, FP16, rows=3, layers=0, states=3)
+        engine.ssm_store(b"loose", 0, b"of nobody knows what")
+        with pytest.raises(MismatchError, match=r"number of states \(none, not 1\)"):
+            engine.register(b"loose", 4, FP16, rows=3, layers=0, states=1)
         engine.register(b"ns", 4, FP16, rows=3, layers=0, states=3, replace=True)
         assert engine.ssm_fetch(b"ns", 0) is None
