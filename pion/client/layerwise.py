@@ -118,7 +118,7 @@ def lazy_cache(arrivals: Arrivals, layers: int, count: int) -> list[Any]:
 
         return property(get, put)
 
-    pending = type("KVCache", (plain,), {"keys": attribute("keys"), "values": attribute("values")})
+    pending: Any = type("KVCache", (plain,), {"keys": attribute("keys"), "values": attribute("values")})
     cache = []
     for layer in range(layers):
         item = pending.__new__(pending)

@@ -132,4 +132,3 @@ class LocalCopies:
             self._kept.clear()
             self._seen.clear()
             self.nbytes = 0
-

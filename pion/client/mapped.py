@@ -1,7 +1,7 @@
 """A prefix in the server's own file, mapped: the fastest way from a server on the same machine (KV.PREFIX.LANE).
 
 The command says where everything lies and gives a ticket; the server's Unix socket takes the ticket and answers with a
-descriptor that can only read. What is mapped stays as it is for as long as it is mapped, whatever becomes of the prefix.
+descriptor that can only read. What is mapped stays as it is while it is mapped, whatever becomes of the prefix.
 """
 
 from __future__ import annotations
@@ -225,10 +225,7 @@ def _map(fd: int, told: _Told, heads: int | None) -> MappedKV:
         raise IncompleteError("the server's file is shorter than it said")
     whole = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) if size else b"")
     sides = tuple(
-        [
-            MappedLayer(stored, [whole[offset : offset + nbytes] for offset, nbytes in pieces])
-            for stored, pieces in side
-        ]
+        [MappedLayer(stored, [whole[offset : offset + nbytes] for offset, nbytes in pieces]) for stored, pieces in side]
         for side in told.sides
     )
     states = {number: whole[offset : offset + nbytes] for number, offset, nbytes in told.states}

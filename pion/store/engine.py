@@ -29,8 +29,8 @@ from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports
-from pion.store.handouts import Handouts
 from pion.store.files import DiskFiles, Files, MemoryFiles
+from pion.store.handouts import Handouts
 from pion.store.index import Index
 from pion.store.keeping import Keeping
 from pion.store.keyspace import KeyspaceStore

@@ -171,7 +171,9 @@ class Handouts:
         with self._store.lock:
             if found.entry.gone:
                 raise TicketError("the prefix is gone")
-            fd = self._store.with_descriptor(lambda: read_only(found.file.fileno(), self._store.files.directory, found.entry.path))
+            fd = self._store.with_descriptor(
+                lambda: read_only(found.file.fileno(), self._store.files.directory, found.entry.path)
+            )
             self._store.lend(found.generation, found.file)
             self._ledger.bytes_served += found.nbytes
         return fd
