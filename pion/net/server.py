@@ -76,6 +76,8 @@ class Server:
         port = self._listen()
         try:
             self.engine = await trio.to_thread.run_sync(self._open_engine)
+            if self.engine.keyspace_store is not None:
+                self.engine.keyspace_store.adopt()
             self._connect_parts(port)
             try:
                 self._open_lane()

@@ -181,6 +181,19 @@ async def test_due_keys_are_deleted_without_being_asked_for():
         assert server.engine.keyspace.size(0) == 0
 
 
+async def test_only_the_thread_of_the_plane_writes_the_log(tmp_path: Path):
+    """A worker that flushed it too, at the same time, would give values back that the other is writing."""
+    async with running(memory_only=False, dir=str(tmp_path / "data")) as (server, _):
+        store = server.engine.keyspace_store
+        assert store is not None
+        left = []
+        for _ in range(5):  # the server's own tick may come between
+            server.engine.keyspace.set(0, b"key", b"value")
+            await trio.to_thread.run_sync(store.fsync)
+            left.append(server.engine.keyspace.log_pending)
+        assert any(left)
+
+
 async def test_a_password_keeps_the_fast_path_shut():
     async with running(requirepass="secret") as (_, port):
         stream = await connect(port)

@@ -14,10 +14,11 @@ class Process:
     Args:
         directory: the data directory.
         flags: further options; `-kvcache` leaves `--kvcache` out.
+        env: beside the environment of the tests.
     """
 
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.directory, self.env = directory, env
         plain = "-kvcache" in flags
         self.flags = [*([] if plain else ["--kvcache"]), *(flag for flag in flags if flag != "-kvcache")]
         self._server: testing.Server | None = None
@@ -34,7 +35,7 @@ class Process:
     def start(self) -> None:
         """Starts it and waits until it is ready; RuntimeError, with what it said, when it ends before."""
         where = [] if "--memory-only" in self.flags else ["--dir", os.fspath(self.directory)]
-        self._server = testing.Server(["--port", "0", *where, *self.flags])
+        self._server = testing.Server(["--port", "0", *where, *self.flags], env=self.env)
 
     @property
     def _running(self) -> testing.Server:

@@ -37,8 +37,8 @@ IDLE_SYNC: Final = 10.0  # with appendfsync no: seconds between syncs that give 
 class KeyspaceStore:
     """Keeps a keyspace in a directory that nobody else uses (the caller holds its lock).
 
-    One thread owns the keyspace and calls `open`, `tick`, `close`, `set_policy`. `fsync` may be called from any thread;
-    called by the owner it also writes what is pending.
+    One thread owns the keyspace and calls `tick`, `set_policy`; the one that opened it, until `adopt`. `fsync` may be
+    called from any thread; called by the owner it also writes what is pending.
 
     Args:
         root: the data directory.
@@ -151,13 +151,14 @@ class KeyspaceStore:
             files.remove(self.blob_dir / name)
 
     def close(self) -> None:
-        """Write and sync what is pending, detach the log.
+        """Write and sync what is pending, detach the log. In any thread: nobody else uses the keyspace any more.
 
         Raises:
             OSError: something that was acknowledged may not be kept.
         """
         if self.log_fd < 0:
             return
+        self.adopt()
         if self._worker is not None:
             self._worker.shutdown()
         if self._steps is not None:
@@ -173,6 +174,11 @@ class KeyspaceStore:
             if fd >= 0:
                 os.close(fd)
         self.older, self.log_fd, self.blob_fd = [], -1, -1
+
+    def adopt(self) -> None:
+        """The calling thread owns the keyspace from now on. Whoever opens it in a worker thread must say so: that
+        thread will serve others, and one of them would write the log while the owner does."""
+        self._owner = threading.get_ident()
 
     # --- durability -------------------------------------------------------------------------------------------------
 
