@@ -79,7 +79,7 @@ class _Nothing:
 
 
 def _wait(gone: weakref.ref[_Nothing]) -> None:
-    """Until mlx's threads have let go of a file object, which they do a moment after its tensors are there: one that does
+    """Until mlx's threads have let go of a file object, a moment after its tensors are there: one that does
     so while the interpreter ends would abort the process."""
     end = time.monotonic() + _PATIENCE
     while gone() is not None and time.monotonic() < end:
