@@ -9,13 +9,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pion.client.caches import mlx_modules
+from pion.client import transfer
+from pion.client.caches import Layout, mlx_modules
 from pion.client.connection import Steps
+from pion.client.errors import PrefixMissError
+from pion.client.formats import Formats
+from pion.client.identity import model_identity, prefix_digest
+from pion.client.lanes import Lanes
+from pion.client.namespace import token_array
 from pion.client.restore import Restorer
 
-__all__ = ["Arrivals", "arriving", "lazy_cache"]
+__all__ = ["Arrivals", "LayerMethods", "arriving", "lazy_cache"]
 
 Ready = Callable[[int, Restorer], None]
 
@@ -125,3 +131,54 @@ def lazy_cache(arrivals: Arrivals, layers: int, count: int) -> list[Any]:
         item.__dict__.update(_layer=layer, offset=count)
         cache.append(item)
     return cache
+
+
+class LayerMethods:
+    """Mixed into `PionPromptCache`."""
+
+    model: Any
+    formats: Formats
+    lanes: Lanes
+    hits: int
+
+    if TYPE_CHECKING:
+
+        def _layout(self) -> Layout: ...
+        def _run(self, steps: Steps[Any]) -> Any: ...
+
+    def iter_layers(self, prefix_token_ids: Any, namespace: str) -> Iterator[tuple[int, Any, Any]]:
+        """The layers of a stored prefix as they arrive, so that the first ones can be used while others travel.
+
+        Yields:
+            (layer, K, V): mlx arrays (1, heads, tokens + 256, head_dim) that belong to the caller. What was yielded is
+            right once the iterator has ended without an error, and not before.
+
+        Raises:
+            PrefixMissError: the server does not hold these tokens.
+            IncompleteError: the prefix was replaced meanwhile: nothing that was yielded may be used.
+        """
+        layout, ids = self._layout(), token_array(prefix_token_ids)
+        digest = prefix_digest(model_identity(self.model), ids)
+        hit, infos = self._run(transfer.lookup(namespace, digest, describe=True))
+        if not hit:
+            raise PrefixMissError(f"prefix {namespace!r} is not stored")
+        wanted = self.formats.sides(layout.dtype, layout.cache_len)
+        formats = transfer.formats_of(infos, digest, layout, len(ids), wanted)
+        self.hits += 1
+        return arriving(
+            self._run, lambda ready: self.lanes.fetch(namespace, digest, infos, formats, layout, len(ids), ready)
+        )
+
+    def lazy(self, prefix_token_ids: Any, namespace: str) -> list[Any]:
+        """The prompt cache of a stored prefix, at once: each layer waits for its rows when the model asks for them.
+
+        The last layer that the model asks for also waits until it is known that all of them belong together, so a pass
+        of the model that ends has used the right ones.
+
+        Raises:
+            PrefixMissError: the server does not hold these tokens.
+            IncompleteError, OSError: out of the model's pass: rows did not arrive, or were replaced meanwhile.
+        """
+        layers = self.iter_layers(prefix_token_ids, namespace)
+        count = self._layout().cache_len
+        return lazy_cache(Arrivals(layers, count), count, len(token_array(prefix_token_ids)))

@@ -18,7 +18,6 @@ import ssl as tls
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeVar
 
@@ -26,12 +25,12 @@ from pion.client import caches, calls, transfer
 from pion.client.address import Address
 from pion.client.caches import Layout
 from pion.client.connection import Steps
-from pion.client.errors import IncompleteError, PrefixMissError
+from pion.client.errors import IncompleteError
 from pion.client.explain import Explanation, block_table, explain
 from pion.client.formats import Formats
 from pion.client.identity import model_identity, prefix_digest
 from pion.client.lanes import Lanes
-from pion.client.layerwise import Arrivals, arriving, lazy_cache
+from pion.client.layerwise import LayerMethods
 from pion.client.local import DEFAULT_BYTES
 from pion.client.namespace import make_namespace, token_array
 from pion.client.pool import Pool
@@ -53,7 +52,7 @@ Outcome = Literal["hit", "miss", "mismatch", "down"]
 T = TypeVar("T")
 
 
-class PionPromptCache:
+class PionPromptCache(LayerMethods):
     """Fetches a prefix's K/V from a Pion server, or computes and stores it.
 
     Args:
@@ -211,43 +210,6 @@ class PionPromptCache:
         if outcome == "miss" or self.on_mismatch == "replace":
             self._store(namespace, layout, digest, cache, ids)
         return cache
-
-    def iter_layers(self, prefix_token_ids: Any, namespace: str) -> Iterator[tuple[int, Any, Any]]:
-        """The layers of a stored prefix as they arrive, so that the first ones can be used while others travel.
-
-        Yields:
-            (layer, K, V): mlx arrays (1, heads, tokens + 256, head_dim) that belong to the caller. What was yielded is
-            right once the iterator has ended without an error, and not before.
-
-        Raises:
-            PrefixMissError: the server does not hold these tokens.
-            IncompleteError: the prefix was replaced meanwhile: nothing that was yielded may be used.
-        """
-        layout, ids = self._layout(), token_array(prefix_token_ids)
-        digest = prefix_digest(model_identity(self.model), ids)
-        hit, infos = self._run(transfer.lookup(namespace, digest, describe=True))
-        if not hit:
-            raise PrefixMissError(f"prefix {namespace!r} is not stored")
-        wanted = self.formats.sides(layout.dtype, layout.cache_len)
-        formats = transfer.formats_of(infos, digest, layout, len(ids), wanted)
-        self.hits += 1
-        return arriving(
-            self._run, lambda ready: self.lanes.fetch(namespace, digest, infos, formats, layout, len(ids), ready)
-        )
-
-    def lazy(self, prefix_token_ids: Any, namespace: str) -> list[Any]:
-        """The prompt cache of a stored prefix, at once: each layer waits for its rows when the model asks for them.
-
-        The last layer that the model asks for also waits until it is known that all of them belong together, so a pass
-        of the model that ends has used the right ones.
-
-        Raises:
-            PrefixMissError: the server does not hold these tokens.
-            IncompleteError, OSError: out of the model's pass: rows did not arrive, or were replaced meanwhile.
-        """
-        layers = self.iter_layers(prefix_token_ids, namespace)
-        count = self._layout().cache_len
-        return lazy_cache(Arrivals(layers, count), count, len(token_array(prefix_token_ids)))
 
     def prepare(self, tokenizer: Any, prefix: str, suffix: str, namespace: str) -> tuple[list[Any], list[int]]:
         """The same for texts: a cache, and the ids still to be fed to the model.

@@ -159,7 +159,7 @@ class Options:
     profile: str = option("kv", "Server", "kv: what this version has", _profile, metavar="kv|full")
     kvcache: bool = option(False, "KV cache", "serve V.*, KV.PREFIX.*, SSM.PREFIX.*", _boolean, switch=True)
     lane: str = option(
-        "", "KV cache", "Unix socket that hands entry files to clients of this machine (default: in --dir)",
+        "", "KV cache", "Unix socket that hands files to local clients (default: in --dir)",
         metavar="PATH|off",
     )  # fmt: skip
     ns_prefix: str = option("", "KV cache", "every namespace must start with this", metavar="STR")
