@@ -123,66 +123,73 @@ def loads_32() -> Iterator[Result]:
 def map_read() -> Iterator[Result]:
     k = np.random.default_rng(0).integers(0, 1 << 15, SHAPE, np.uint16).view(np.float16)
     warm = np.random.default_rng(1).integers(0, 256, HUGE, np.uint8)
-    with scratch() as folder, pion(directory=folder, pin=False) as server:
-        with Client(host=server.host, port=server.port) as client:
-            client.store("64m", k, k)
-            holds: list[float] = []
+    with (
+        scratch() as folder,
+        pion(directory=folder, pin=False) as server,
+        Client(host=server.host, port=server.port) as client,
+    ):
+        client.store("64m", k, k)
+        holds: list[float] = []
 
-            def ours() -> float:
-                since = time.perf_counter()
-                with client.map("64m") as found:
-                    rows = [found.rows(side, layer) for side in (0, 1) for layer in range(found.layers)]
-                    holds.append((time.perf_counter() - since) * 1e3)
-                    assert sum(layer.nbytes for layer in rows) == HUGE
-                    for layer in rows:
-                        layer.view(np.uint64).sum()
-                    return (time.perf_counter() - since) * 1e3
-
-            def theirs() -> float:
-                since = time.perf_counter()
-                for part in np.split(warm, 2 * SHAPE[0]):
-                    part.view(np.uint64).sum()
+        def ours() -> float:
+            since = time.perf_counter()
+            with client.map("64m") as found:
+                rows = [found.rows(side, layer) for side in (0, 1) for layer in range(found.layers)]
+                holds.append((time.perf_counter() - since) * 1e3)
+                assert sum(layer.nbytes for layer in rows) == HUGE
+                for layer in rows:
+                    layer.view(np.uint64).sum()
                 return (time.perf_counter() - since) * 1e3
 
-            read = compare(
-                "lane_map_read", ours, theirs, unit="ms", higher_is_better=False, bar=1 / 1.5,
-                note="64 MiB mapped and summed / the same of warm memory",
-            )  # fmt: skip
-            yield Result(
-                "lane_map_hold", statistics.median(holds), "ms", bar=2.0, at_most=True, spread=[min(holds), max(holds)],
-                note="Client.map of 64 MiB until numpy views are held",
-            )  # fmt: skip
-            yield read
+        def theirs() -> float:
+            since = time.perf_counter()
+            for part in np.split(warm, 2 * SHAPE[0]):
+                part.view(np.uint64).sum()
+            return (time.perf_counter() - since) * 1e3
+
+        read = compare(
+            "lane_map_read", ours, theirs, unit="ms", higher_is_better=False, bar=1 / 1.5,
+            note="64 MiB mapped and summed / the same of warm memory",
+        )  # fmt: skip
+        yield Result(
+            "lane_map_hold", statistics.median(holds), "ms", bar=2.0, at_most=True, spread=[min(holds), max(holds)],
+            note="Client.map of 64 MiB until numpy views are held",
+        )  # fmt: skip
+        yield read
 
 
 @bench("fetch_out_c", "fetch_fresh")
 def fetch_out() -> Iterator[Result]:
     k = np.random.default_rng(0).integers(0, 1 << 15, SHAPE, np.uint16).view(np.float16)
-    with tempfile.TemporaryDirectory(), scratch() as folder, pion(directory=folder) as server:
-        with Client(host=server.host, port=server.port) as client:
-            client.store("64m", k, k)
-            out = client.fetch("64m")
+    with (
+        tempfile.TemporaryDirectory(),
+        scratch() as folder,
+        pion(directory=folder) as server,
+        Client(host=server.host, port=server.port) as client,
+    ):
+        client.store("64m", k, k)
+        out = client.fetch("64m")
 
-            def into_out() -> float:
+        def into_out() -> float:
+            since = time.perf_counter()
+            client.fetch("64m", out=(out.k, out.v))
+            return HUGE / (time.perf_counter() - since) / 1e9
+
+        def fresh() -> float:
+            with Client(host=server.host, port=server.port) as other:
+                other.ping()
                 since = time.perf_counter()
-                client.fetch("64m", out=(out.k, out.v))
+                other.fetch("64m")
                 return HUGE / (time.perf_counter() - since) / 1e9
 
-            def fresh() -> float:
-                with Client(host=server.host, port=server.port) as other:
-                    other.ping()
-                    since = time.perf_counter()
-                    other.fetch("64m")
-                    return HUGE / (time.perf_counter() - since) / 1e9
+        def bare() -> float:
+            return HUGE / load("copy", HUGE, 3)[0] / 1e9
 
-            def bare() -> float:
-                return HUGE / load("copy", HUGE, 3)[0] / 1e9
-
-            yield compare(
-                "fetch_out_c", into_out, bare, unit="GB/s", bar=0.8,
-                note="Client.fetch(out=) of 64 MiB over TCP / a bare C socket copy into a reused buffer",
-            )  # fmt: skip
-            yield compare("fetch_fresh", fresh, bare, unit="GB/s", note="the same into fresh arrays")
+        yield compare(
+            "fetch_out_c", into_out, bare, unit="GB/s", bar=0.8,
+            note="Client.fetch(out=) of 64 MiB over TCP / a bare C socket copy into a reused buffer",
+        )  # fmt: skip
+        yield compare("fetch_fresh", fresh, bare, unit="GB/s", note="the same into fresh arrays")
 
 
 if __name__ == "__main__":

@@ -69,17 +69,18 @@ class _Nothing:
         view = memoryview(memory).cast("B")
         if self._at < len(self.head):
             part = self.head[self._at : self._at + len(view)]
-            view[: len(part)] = part
+            count = len(part)
+            view[:count] = part
         else:
-            part = view
+            count = len(view)
             self.found[self._at - len(self.head)] = view
-        self._at += len(part)
-        return len(part)
+        self._at += count
+        return count
 
 
 def _wait(gone: weakref.ref[_Nothing]) -> None:
-    """Until mlx's threads have let go of a file object, which they do a moment after its tensors are there: a thread that
-    does so while the interpreter ends would abort the process."""
+    """Until mlx's threads have let go of a file object, a moment after its tensors are there: one that does
+    so while the interpreter ends would abort the process."""
     end = time.monotonic() + _PATIENCE
     while gone() is not None and time.monotonic() < end:
         time.sleep(0.00002)
@@ -97,8 +98,9 @@ def blank_arrays(wanted: Sequence[tuple[tuple[int, ...], str]]) -> tuple[list[An
     Raises:
         ValueError: a dtype that safetensors does not know.
     """
-    import mlx.core as mx
+    import mlx.core
 
+    mx: Any = mlx.core
     tensors: dict[str, Any] = {}
     places: list[tuple[int, int]] = []
     at = 0

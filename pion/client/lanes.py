@@ -91,9 +91,9 @@ class Lanes:
             CommandError: the server refused.
         """
         if not whole:
-            pairs = yield from _received(ns, infos, formats, layout, count, ready)
+            part = yield from _received(ns, infos, formats, layout, count, ready)
             self.used["tcp"] += 1
-            return pairs
+            return part
         pairs: Pairs | None = self._kept(ns, digest, layout) if ready is None else None
         if pairs is None and self._may_map():
             pairs = yield from self._map(ns, digest, formats, layout, count, ready)
@@ -182,7 +182,12 @@ def _received(
 ) -> Steps[Pairs]:  # fmt: skip
     """One flight: rows of K and of V, layer by layer, and the description of the entry behind them."""
     layers, sids = layout.cache_len, (f"{ns}_pk".encode(), f"{ns}_pv".encode())
-    restorer = Restorer(layout, count, ready=ready and (lambda layer: ready(layer, restorer)))
+
+    def complete(layer: int) -> None:
+        if ready is not None:
+            ready(layer, restorer)
+
+    restorer = Restorer(layout, count, ready=complete)
 
     def place(number: int, stored: Any, answer: memoryview) -> None:
         restorer.place(number % 2, number // 2, stored, answer)

@@ -11,11 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pion.client.caches import mlx_modules
+from pion.client import transfer
+from pion.client.caches import PionMlxCompatError, mlx_modules
 from pion.client.connection import Steps
+from pion.client.errors import PrefixMissError
+from pion.client.namespace import token_array
 from pion.client.restore import Restorer
+from pion.client.texts import Texts
+from pion.errors import MismatchError
 
-__all__ = ["Arrivals", "arriving", "lazy_cache"]
+__all__ = ["Arrivals", "LayerMethods", "arriving", "lazy_cache"]
 
 Ready = Callable[[int, Restorer], None]
 
@@ -118,10 +123,58 @@ def lazy_cache(arrivals: Arrivals, layers: int, count: int) -> list[Any]:
 
         return property(get, put)
 
-    pending = type("KVCache", (plain,), {"keys": attribute("keys"), "values": attribute("values")})
+    pending: Any = type("KVCache", (plain,), {"keys": attribute("keys"), "values": attribute("values")})
     cache = []
     for layer in range(layers):
         item = pending.__new__(pending)
         item.__dict__.update(_layer=layer, offset=count)
         cache.append(item)
     return cache
+
+
+class LayerMethods(Texts):
+    """What gives the layers of a prefix one by one."""
+
+    def iter_layers(self, prefix_token_ids: Any, namespace: str) -> Iterator[tuple[int, Any, Any]]:
+        """The layers of a stored prefix as they arrive, so that the first ones can be used while others travel.
+
+        Yields:
+            (layer, K, V): mlx arrays (1, heads, tokens + 256, head_dim) that belong to the caller. What was yielded is
+            right once the iterator has ended without an error, and not before.
+
+        Raises:
+            PrefixMissError: the server does not hold these tokens.
+            MismatchError: it holds others under this name.
+            PionMlxCompatError: not every layer of the model has a plain KVCache.
+            IncompleteError: the prefix was replaced meanwhile: nothing that was yielded may be used.
+        """
+        layout = self._layout()
+        if layout.is_hybrid or self._as_states:
+            raise PionMlxCompatError("layers come one by one only where every layer has a plain KVCache")
+        want = self._wanted(prefix_token_ids, namespace, layout)
+        found = self._run(transfer.lookup(namespace, want.digest, describe=True))
+        if found.outcome == "mismatch":
+            raise MismatchError(found.reason)
+        if found.entry is None:
+            raise PrefixMissError(f"prefix {namespace!r} is not stored")
+        entry, count, rows = found.entry, len(want.ids), layout.of_rows(len(layout.rows))
+        formats = transfer.formats_of(entry, want.digest, rows, self._sides(layout, rows.cache_len), count)
+        self._count(hits=1)
+        return arriving(
+            self._run,
+            lambda ready: self.lanes.fetch(namespace, want.digest, entry.infos, formats, rows, count, ready),
+        )
+
+    def lazy(self, prefix_token_ids: Any, namespace: str) -> list[Any]:
+        """The prompt cache of a stored prefix, at once: each layer waits for its rows when the model asks for them.
+
+        The last layer that the model asks for also waits until it is known that all of them belong together, so a pass
+        of the model that ends has used the right ones.
+
+        Raises:
+            PrefixMissError: the server does not hold these tokens.
+            IncompleteError, OSError: out of the model's pass: rows did not arrive, or were replaced meanwhile.
+        """
+        layers = self.iter_layers(prefix_token_ids, namespace)
+        count = len(self._layout().rows)
+        return lazy_cache(Arrivals(layers, count), count, len(token_array(prefix_token_ids)))

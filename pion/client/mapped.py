@@ -1,7 +1,7 @@
 """A prefix in the server's own file, mapped: the fastest way from a server on the same machine (KV.PREFIX.LANE).
 
 The command says where everything lies and gives a ticket; the server's Unix socket takes the ticket and answers with a
-descriptor that can only read. What is mapped stays as it is for as long as it is mapped, whatever becomes of the prefix.
+descriptor that can only read. What is mapped stays as it is while it is mapped, whatever becomes of the prefix.
 """
 
 from __future__ import annotations

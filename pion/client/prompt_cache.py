@@ -16,23 +16,20 @@ import logging
 import os
 import ssl as tls
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from pion.client import assembly, caches, calls, flights, progress, transfer
+from pion.client import assembly, caches, calls, flights, progress
 from pion.client.address import Address
-from pion.client.caches import CacheOptions, Layout, PionMlxCompatError, Prefilled
-from pion.client.errors import PrefixMissError
+from pion.client.caches import CacheOptions, Layout, Prefilled
 from pion.client.explain import Explanation, explain
 from pion.client.formats import Formats
 from pion.client.lanes import Lanes
-from pion.client.layerwise import Arrivals, arriving, lazy_cache
+from pion.client.layerwise import LayerMethods
 from pion.client.link import Link
 from pion.client.local import DEFAULT_BYTES
 from pion.client.namespace import make_namespace, token_array
 from pion.client.raw import RawCommands
-from pion.client.texts import Texts
 from pion.client.work import Checkpoints, Wanted
 from pion.errors import MismatchError
 from pion.limits import DEFAULT_PORT
@@ -45,7 +42,7 @@ _LATER: Final = "is not in this version of Pion"
 _OBSERVED_MAX: Final = 65_536  # namespaces whose misses are counted for admission_threshold
 
 
-class PionPromptCache(Texts):
+class PionPromptCache(LayerMethods):
     """Fetches a prefix's K/V and state from a Pion server, or computes and stores it.
 
     Args:
@@ -283,49 +280,6 @@ class PionPromptCache(Texts):
         self._store(want, layout, Prefilled(cache), replace=replacing, claim=None, over=stored.append)
         self._join()
         return stored == [True]
-
-    def iter_layers(self, prefix_token_ids: Any, namespace: str) -> Iterator[tuple[int, Any, Any]]:
-        """The layers of a stored prefix as they arrive, so that the first ones can be used while others travel.
-
-        Yields:
-            (layer, K, V): mlx arrays (1, heads, tokens + 256, head_dim) that belong to the caller. What was yielded is
-            right once the iterator has ended without an error, and not before.
-
-        Raises:
-            PrefixMissError: the server does not hold these tokens.
-            PionMlxCompatError: not every layer of the model has a plain KVCache.
-            IncompleteError: the prefix was replaced meanwhile: nothing that was yielded may be used.
-        """
-        layout = self._layout()
-        if layout.is_hybrid or self._as_states:
-            raise PionMlxCompatError("layers come one by one for models with a plain KVCache in each of them only")
-        want = self._wanted(prefix_token_ids, namespace, layout)
-        found = self._run(transfer.lookup(namespace, want.digest, describe=True))
-        if found.outcome == "mismatch":
-            raise MismatchError(found.reason)
-        if found.entry is None:
-            raise PrefixMissError(f"prefix {namespace!r} is not stored")
-        entry, count, rows = found.entry, len(want.ids), layout.of_rows(len(layout.rows))
-        formats = transfer.formats_of(entry, want.digest, rows, self._sides(layout, rows.cache_len), count)
-        self._count(hits=1)
-        return arriving(
-            self._run,
-            lambda ready: self.lanes.fetch(namespace, want.digest, entry.infos, formats, rows, count, ready),
-        )
-
-    def lazy(self, prefix_token_ids: Any, namespace: str) -> list[Any]:
-        """The prompt cache of a stored prefix, at once: each layer waits for its rows when the model asks for them.
-
-        The last layer that the model asks for also waits until it is known that all of them belong together, so a pass
-        of the model that ends has used the right ones.
-
-        Raises:
-            PrefixMissError, PionMlxCompatError: as `iter_layers`.
-            IncompleteError, OSError: out of the model's pass: rows did not arrive, or were replaced meanwhile.
-        """
-        layers = self.iter_layers(prefix_token_ids, namespace)
-        count = len(self._layout().rows)
-        return lazy_cache(Arrivals(layers, count), count, len(token_array(prefix_token_ids)))
 
     def lookup(self, namespace: str, prefix_token_ids: Any = None) -> bool:
         """Whether the server holds all of a namespace.

@@ -70,7 +70,7 @@ class Restorer:
         self._turns: dict[tuple[int, int, float], Any] = {}
 
     def prepare(self) -> None:
-        """Make the arrays, where rows are decoded on the CPU. In the thread that uses mlx; `place` may be in another."""
+        """Make the arrays, where rows are decoded on the CPU. Not in the thread of `place`, but in mlx's."""
         layout = self._layout
         if self._how == "cpu" and not self._arrays and layout.cache_len:
             shape = (1, layout.n_kv_heads, self._count + ROOM, layout.head_dim)
@@ -169,7 +169,7 @@ class Restorer:
             self._arrays[layer, side], self._blank[layer, side] = arrays[0], views[0]
         out = self._blank[layer, side]
         for first, rows in self._decoder.pieces(stored, answer):
-            headrows.put(out, first, rows, layout.n_kv_heads, self._head_bytes)
+            headrows.put(out, first, rows.data, layout.n_kv_heads, self._head_bytes)
         headrows.clear(out, count, count + ROOM, layout.n_kv_heads, self._head_bytes)
 
     # --- on a GPU -------------------------------------------------------------------------------------------------

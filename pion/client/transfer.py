@@ -306,7 +306,7 @@ def fetch(
     states: dict[int, Any] = {}
     if numbers or not layout.cache_len:
         # The entry may be replaced at any time: what comes is of `entry` only if it is the same behind it.
-        asked = [["SSM.PREFIX.FETCH", entry.namespace, number] for number in numbers.values()]
+        asked: list[Command] = [["SSM.PREFIX.FETCH", entry.namespace, number] for number in numbers.values()]
         *found, keys, values = yield Flight([*asked, *_infos(entry.namespace)])
         raise_first([*found, keys, values])
         if [keys, values] != entry.infos:

@@ -26,6 +26,6 @@ from pion.commands.state import ServerState
 
 __all__ = [
     "Dispatcher", "ServerState",
-    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "lane", "prefix", "prefix_keep",
-    "prefix_match", "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
+    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "lane", "prefix",
+    "prefix_keep", "prefix_match", "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

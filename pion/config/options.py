@@ -171,7 +171,7 @@ class Options:
     profile: str = option("kv", "Server", "kv: what this version has", _profile, metavar="kv|full")
     kvcache: bool = option(False, "KV cache", "serve V.*, KV.PREFIX.*, SSM.PREFIX.*", _boolean, switch=True)
     lane: str = option(
-        "", "KV cache", "Unix socket where clients of this machine get entry files to map (default: in the data directory)",
+        "", "KV cache", "Unix socket that hands files to local clients (default: in --dir)",
         metavar="PATH|off",
     )  # fmt: skip
     ns_prefix: str = option("", "KV cache", "every namespace must start with this", metavar="STR")

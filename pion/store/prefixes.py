@@ -128,8 +128,8 @@ class Prefixes:
         words = {name: f"number of {name}" for name in ("rows", "layers", "states", "heads")}
         for name in ("rows", "layers", "states", "digest", "heads", "head_dim", "rope"):
             wanted, has = getattr(declared, name), getattr(entry.declared, name)
-            held = entry.row_count or (name == "states" and entry.states)  # they may be somebody else's
-            if wanted is not None and wanted != has and (has is not None or held):
+            loose = name == "states" and bool(entry.states)  # they may be somebody else's
+            if wanted is not None and wanted != has and (has is not None or entry.row_count or loose):
                 out.append(f"{words.get(name, name)} ({'none' if has is None else has}, not {wanted})")
         return ", ".join(out)
 

@@ -83,9 +83,11 @@ def test_every_lane_gives_the_same(
             assert exported == computed
     elif vquant == "native":
         monkeypatch.setenv("PION_LANE", "export")
-        with PionPromptCache(model_of(dtype), vquant=vquant, port=server.port) as pc:
-            with pytest.raises(LaneError, match="V.EXPORT writes fp16"):
-                pc.get_or_prefill(IDS, ns)
+        with (
+            PionPromptCache(model_of(dtype), vquant=vquant, port=server.port) as pc,
+            pytest.raises(LaneError, match="EXPORT writes fp16"),
+        ):
+            pc.get_or_prefill(IDS, ns)
 
 
 def test_what_is_beyond_the_rows_is_zero(server: Any, ns: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,21 +189,25 @@ def test_a_server_without_a_lane_costs_nothing_but_the_lane(
             assert pc.lanes.used["tcp"] == 1
         assert not caplog.records
         monkeypatch.setenv("PION_LANE", "map")
-        with PionPromptCache(model_of("float16"), port=server.port) as pc:
-            with pytest.raises(LaneError, match="--lane off"):
-                pc.get_or_prefill(IDS, "off")
+        with (
+            PionPromptCache(model_of("float16"), port=server.port) as pc,
+            pytest.raises(LaneError, match="--lane off"),
+        ):
+            pc.get_or_prefill(IDS, "off")
         with Client(host="127.0.0.1", port=server.port) as client, pytest.raises(LaneError, match="--lane off"):
             client.map("off")
 
 
 def test_a_lane_whose_socket_is_gone_is_left_for_the_connection(tmp_path: Path) -> None:
     models.need_mlx()
-    with start_server("--kvcache", dir=tmp_path / "data") as server:
-        with PionPromptCache(model_of("float16"), port=server.port) as pc:
-            truth = contents(pc.get_or_prefill(IDS, "gone"))
-            (tmp_path / "data" / "pion.lane").unlink()
-            assert contents(pc.get_or_prefill(IDS, "gone")) == truth
-            assert (pc.lanes.used["tcp"], pc.lanes.used["map"]) == (1, 0)
+    with (
+        start_server("--kvcache", dir=tmp_path / "data") as server,
+        PionPromptCache(model_of("float16"), port=server.port) as pc,
+    ):
+        truth = contents(pc.get_or_prefill(IDS, "gone"))
+        (tmp_path / "data" / "pion.lane").unlink()
+        assert contents(pc.get_or_prefill(IDS, "gone")) == truth
+        assert (pc.lanes.used["tcp"], pc.lanes.used["map"]) == (1, 0)
 
 
 def test_over_a_restart(tmp_path: Path) -> None:
@@ -308,7 +314,7 @@ def test_mapped_views(server: Any, ns: str, vquant: str, dtype: str) -> None:
                 for array, expected in ((found.k(layer), fetched.k[layer]), (found.v(layer), fetched.v[layer])):
                     np.testing.assert_array_equal(array.astype(expected.dtype), expected)
                     assert not array.flags.writeable
-                    with pytest.raises(ValueError, match="read-only|WRITEABLE"):
+                    with pytest.raises(ValueError, match=r"read-only|WRITEABLE"):
                         array.flags.writeable = True
                         array[0, 0, 0] = 1
             if vquant in ("fp16", "native"):

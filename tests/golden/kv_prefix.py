@@ -401,6 +401,12 @@ CASES = [
         (cmd("KV.PREFIX.LIST NOPE 1"), "ERR KV.PREFIX.LIST unknown option (SCOPE, MATCH, COUNT, CURSOR)"),
     ),
     case(
+        "a lane is for one namespace",
+        "design 2",
+        (cmd("KV.PREFIX.LANE"), err("ERR KV.PREFIX.LANE requires: ns_key")),
+        (cmd("KV.PREFIX.LANE a b"), err("ERR KV.PREFIX.LANE requires: ns_key")),
+    ),
+    case(
         "why a namespace is not there",
         "design 6",
         (cmd("KV.PREFIX.WHY"), err("ERR KV.PREFIX.WHY requires: ns_key")),

@@ -189,9 +189,11 @@ def test_who_gets_what(tmp_path: Path) -> None:
         conn.ok("KV.PREFIX.REGISTER", "mine:c", DIM, "fp16")
         assert "ROWS and LAYERS" in str(conn.call("KV.PREFIX.LANE", "mine:c"))
         assert ask(conn, "mine:a").ticket
-    with start_server("--kvcache", "--requirepass", "secret", dir=tmp_path / "other") as server:
-        with Raw(server.port) as conn:
-            assert "NOAUTH" in str(conn.call("KV.PREFIX.LANE", "mine:a"))
+    with (
+        start_server("--kvcache", "--requirepass", "secret", dir=tmp_path / "other") as server,
+        Raw(server.port) as conn,
+    ):
+        assert "NOAUTH" in str(conn.call("KV.PREFIX.LANE", "mine:a"))
 
 
 @pytest.mark.parametrize("end", ["drop", "replace"])
