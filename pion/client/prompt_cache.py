@@ -194,11 +194,12 @@ class PionPromptCache(Texts):
         if look.outcome == "mismatch":
             self._mismatch(namespace, look.reason)
         missing = look.outcome == "miss"
-        names = [*([] if missing else [namespace]), *look.near] if look.outcome != "down" else []
-        names = list(dict.fromkeys(names))
+        own = [] if missing else [namespace]
         stores = missing or (look.outcome == "mismatch" and self.on_mismatch == "replace")
-        if look.outcome == "down" or not self._admitted(namespace) or not stores:
-            return self._compute(want, layout, names, boundaries, look.reason).cache
+        if look.outcome == "down":
+            return self._compute(want, layout, [], boundaries, look.reason).cache
+        if not self._admitted(namespace) or not stores:
+            return self._compute(want, layout, None, boundaries, look.reason, own).cache
 
         key = (str(self.address), namespace, want.digest)
         turn, ours = flights.begin(key)
@@ -208,16 +209,15 @@ class PionPromptCache(Texts):
                 look = self._look(want, layout)
                 if look.cache is not None:
                     return look.cache
-            return self._compute(want, layout, names, boundaries, look.reason).cache
+            return self._compute(want, layout, None, boundaries, look.reason, own).cache
         handed_on = False
         try:
-            claim = self._claim(want, layout, missing=missing)
-            if claim is not None and not isinstance(claim, flights.Claim):
+            claim, near = self._claim(want, layout, missing=missing)
+            if isinstance(claim, list):
                 flights.end(key, turn, stored=True)
-                assert claim.cache is not None
-                return claim.cache
+                return claim
             try:
-                done = self._compute(want, layout, names, boundaries, look.reason)
+                done = self._compute(want, layout, near, boundaries, look.reason, own)
             except BaseException:
                 if claim is not None:
                     self._release(claim)

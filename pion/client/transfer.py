@@ -1,15 +1,15 @@
 """One prefix over the wire: looked up, registered, stored and fetched, as steps for a connection pool.
 
-A store is one flight of commands behind its REGISTER, packed as the socket takes them: the rows, then the states. A
-fetch is one flight too: all rows of K and of V are asked for at once, received layer by layer into one buffer, and
-copied from there into the model's arrays while the next ones travel; the states follow.
+A store is one flight of commands behind its REGISTER, packed as the socket takes them: the rows, then the states. All
+rows of K and of V are fetched in one flight too, received layer by layer into one buffer, and copied from there into
+the model's arrays while the next ones travel; states, where a model has any, in another.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "Parts",
     "Rows",
     "fetch",
+    "formats_of",
     "lines_of",
     "lookup",
     "match_command",
@@ -76,13 +77,11 @@ class Found:
         outcome: ``hit``, ``miss`` or ``mismatch``.
         reason: of a mismatch.
         entry: of a hit, when it was to be described.
-        near: namespaces whose tokens begin alike, the most first.
     """
 
     outcome: str
     reason: str = ""
     entry: Entry | None = None
-    near: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -98,33 +97,27 @@ class Parts:
     states: dict[int, Any]
 
 
-def lookup(
-    namespace: str, digest: str | None, *, describe: bool = False, near: tuple[str, bytes] | None = None
-) -> Steps[Found]:
+def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Steps[Found]:
     """Whether the server has the whole prefix.
 
     Args:
         namespace, digest: the prefix; without a digest any will do.
         describe: also say what is there, for `fetch`.
-        near: scope, and hashes of the blocks of the tokens: also say which prefixes begin alike.
     """
     commands: list[list[Any]] = [
         ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
     ]
     if describe:
         commands += [*_infos(namespace), ["SSM.PREFIX.FETCH", namespace, 0]]
-    if near is not None and near[1]:
-        commands.append(match_command(near))
     found, *more = yield Flight(commands)
-    names = names_of(more.pop()) if near is not None and near[1] else []
     if isinstance(found, ReplyError):
         error = reply_error(str(found))
         if not isinstance(error, MismatchError):
             raise error
-        return Found("mismatch", str(error), None, names)
+        return Found("mismatch", str(error))
     if found != "HIT":
-        return Found("miss", "", None, names)
-    return Found("hit", "", _entry(namespace, more) if describe else None, names)
+        return Found("miss")
+    return Found("hit", "", _entry(namespace, more) if describe else None)
 
 
 def match_command(near: tuple[str, bytes]) -> list[Any]:
@@ -271,6 +264,20 @@ def _described(info: Any, digest: str, layout: Layout, rows: int, wanted: tuple[
     return tuple(fmt for _, fmt in held)
 
 
+def formats_of(infos: list[Any], digest: str, layout: Layout, rows: int, wanted: Sides) -> Sides:
+    """The formats that the layers are stored in, by V.INFO of both sides, when they are what this model can use.
+
+    Args:
+        rows: tokens of the prefix.
+
+    Raises:
+        MismatchError, IncompleteError, CommandError: as `fetch` does.
+    """
+    raise_first(infos)
+    keys, values = (_described(info, digest, layout, rows, asked) for info, asked in zip(infos, wanted, strict=True))
+    return keys, values
+
+
 def fetch(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int, count: int) -> Steps[Parts]:
     """Fetch the first tokens of a prefix.
 
@@ -287,34 +294,46 @@ def fetch(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int, c
         IncompleteError: something is missing, or the prefix was replaced meanwhile.
         CommandError: the server refused.
     """
-    raise_first(entry.infos)
-    layers, sids = layout.cache_len, _sids(entry.namespace)
-    formats = [_described(info, digest, layout, rows, asked) for info, asked in zip(entry.infos, wanted, strict=True)]
-    asked: list[Any] = []
-    receivers: list[Receiver] = []
-    restorer = Restorer(layout, count) if layers else None
-    if restorer is not None:
-        receivers = [
-            Receiver("KV"[side], layers, count, layout.kv_dim, functools.partial(restorer.place, side))
-            for side in range(2)
-        ]
-        asked += [["V.FETCH", sid, "BATCH", 0, count, layers, "FMT", "RAW"] for sid in sids]
-    wanted_states = entry.manifest.states_at(count) if entry.manifest is not None else {}
-    asked += [["SSM.PREFIX.FETCH", entry.namespace, number] for number in wanted_states.values()]
-    # The entry may be replaced at any time: what comes is of `entry` only if it is the same behind it.
-    asked += _infos(entry.namespace)
-    replies = yield Flight(asked, dict(enumerate(receivers)))
+    formats = formats_of(entry.infos, digest, layout, rows, wanted)
+    pairs = (yield from _rows(entry, formats, layout, count)) if layout.cache_len else []
+    numbers = entry.manifest.states_at(count) if entry.manifest is not None else {}
+    return Parts(pairs, (yield from _states(entry, numbers)) if numbers else {})
+
+
+def _rows(entry: Entry, formats: Sides, layout: Layout, count: int) -> Steps[list[tuple[Any, Any]]]:
+    """(K, V) of each layer of rows."""
+    restorer = Restorer(layout, count)
+    receivers = [
+        Receiver("KV"[side], layout.cache_len, count, layout.kv_dim, functools.partial(restorer.place, side))
+        for side in range(2)
+    ]
+    span: list[Any] = ["BATCH", 0, count, layout.cache_len, "FMT", "RAW"]
+    asked: list[list[Any]] = [["V.FETCH", sid, *span] for sid in _sids(entry.namespace)]
+    replies = yield Flight(asked + _infos(entry.namespace), dict(enumerate(receivers)))
+    _still(entry, replies)
+    wrong = [text for receiver, fmts in zip(receivers, formats, strict=True) if (text := receiver.finish(fmts))]
+    if wrong:
+        raise IncompleteError("; ".join(wrong))
+    return restorer.finish()
+
+
+def _states(entry: Entry, numbers: Mapping[int, int]) -> Steps[dict[int, Any]]:
+    """The states of these numbers by those of their leaves."""
+    asked: list[list[Any]] = [["SSM.PREFIX.FETCH", entry.namespace, number] for number in numbers.values()]
+    replies = yield Flight(asked + _infos(entry.namespace))
+    _still(entry, replies)
+    states = dict(zip(numbers, replies[:-2], strict=True))
+    missing = [numbers[leaf] for leaf, state in states.items() if state is None]
+    if missing:
+        raise IncompleteError(f"states {missing} are missing")
+    return states
+
+
+def _still(entry: Entry, replies: list[Any]) -> None:
+    """An entry may be replaced at any time: what came is of `entry` only if it is the same behind it."""
     raise_first(replies)
     if replies[-2:] != entry.infos:
         raise IncompleteError("the prefix was replaced while it was fetched")
-    wrong = [text for receiver, fmts in zip(receivers, formats, strict=False) if (text := receiver.finish(fmts))]
-    if wrong:
-        raise IncompleteError("; ".join(wrong))
-    states = dict(zip(wanted_states, replies[len(receivers) : -2], strict=True))
-    missing = [wanted_states[leaf] for leaf, state in states.items() if state is None]
-    if missing:
-        raise IncompleteError(f"states {missing} are missing")
-    return Parts(restorer.finish() if restorer is not None else [], states)
 
 
 def lines_of(info: bytes) -> dict[str, str]:
