@@ -77,6 +77,8 @@ class PionPromptCache(Texts):
         progress: called with (tokens done, tokens in all) after each pass of a prefill. None: a bar of tqdm for long
             ones, where tqdm is installed and stderr is a terminal.
         wait: seconds to wait at most for another thread or process that is computing the same prefix.
+        scope: prefixes are reused under other names of the same scope only. The model, its options and formats belong
+            to it by themselves; a text sets apart what they do not show, such as an edit of single rows of a weight.
 
     Raises:
         ImportError: a model was given but mlx or mlx-lm is missing.
@@ -117,6 +119,7 @@ class PionPromptCache(Texts):
         checkpoints: Checkpoints = None,
         progress: progress.Progress | None = None,
         wait: float = 120.0,
+        scope: str = "",
     ) -> None:
         if stage2:
             raise ValueError(f"stage2=True {_LATER}")
@@ -149,6 +152,7 @@ class PionPromptCache(Texts):
         self.background_store = background_store
         self.checkpoints = checkpoints
         self.progress = progress
+        self._apart = scope
         self.layout = None if model is None else caches.inspect_model(model, options)
         if self.layout is not None and self.layout.rows:
             self.formats.check(self.layout.dtype, len(self.layout.rows), self.layout.kv_dim)

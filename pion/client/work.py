@@ -93,6 +93,7 @@ class Work:
         self.formats, self._options, self._as_states = formats, options, as_states
         self.prefill_chunk_size = chunk
         self._wait_at_most = wait
+        self._apart = ""
         self.progress: progress.Progress | None = None
         self.background_store = False
         self.hits = self.misses = self.partial_hits = self.waits = 0
@@ -130,7 +131,8 @@ class Work:
 
     def _want(self, ids: Any, namespace: str, layout: Layout) -> Wanted:
         identity = cache_identity(model_identity(self.model), tree_kind(layout.trees))
-        asked = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}/{'states' if self._as_states else 'rows'}"
+        formats = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}"
+        asked = f"{formats}/{'states' if self._as_states else 'rows'}/{self._apart}"
         scope = cache_identity(identity, asked).hex()[:32]
         return Wanted(ids, namespace, identity, prefix_digest(identity, ids), scope)
 
