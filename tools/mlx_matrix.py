@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import venv
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PION_CACHE": str(cache)}
         seam = subprocess.run([python, "-c", SEAM], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         print(f"mlx-lm {name}: seam {seam.stdout.strip() or seam.stderr.strip()[-500:]}", flush=True)
-        command = [str(python), "-m", "pytest", "-q", "-m", "not slow", *CLIENT, *args.pytest.split()]
+        command = [str(python), "-m", "pytest", "-q", "-m", "not slow", *CLIENT, *shlex.split(args.pytest)]
         tests = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         print(f"mlx-lm {name}: {passed(tests.stdout)}", flush=True)
         if seam.returncode or tests.returncode:

@@ -158,7 +158,7 @@ class LayerMethods(Texts):
         if found.entry is None:
             raise PrefixMissError(f"prefix {namespace!r} is not stored")
         entry, count, rows = found.entry, len(want.ids), layout.of_rows(len(layout.rows))
-        formats = transfer.formats_of(entry, want.digest, rows, self._sides(layout, rows.cache_len), count)
+        formats = transfer.formats_of(entry.infos, want.digest, rows, count, self._sides(layout, rows.cache_len))
         self._count(hits=1)
         return arriving(
             self._run,

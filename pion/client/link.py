@@ -34,6 +34,10 @@ class Link:
         self._down = False
         self._pause_until = 0.0
 
+    def after_fork(self) -> None:
+        """In a forked child: a lock that was held is the parent's. The pool looks after itself."""
+        self._lock = threading.Lock()
+
     def run(self, steps: Steps[T]) -> T:
         """Run a procedure on one connection."""
         return self.pool.run(steps, self.address.timeout)

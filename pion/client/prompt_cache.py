@@ -81,6 +81,8 @@ class PionPromptCache(LayerMethods):
         wait: seconds to wait at most for another thread or process that is computing the same prefix.
         local_bytes: memory for copies of prefixes that this process uses again and again; 0 or
             ``PION_PROMPT_CACHE_NO_INPROC=1`` in the environment keeps none.
+        scope: prefixes are reused under other names of the same scope only. The model, its options and formats belong
+            to it by themselves; a text sets apart what they do not show, such as an edit of single rows of a weight.
 
     Raises:
         ImportError: a model was given but mlx or mlx-lm is missing.
@@ -122,6 +124,7 @@ class PionPromptCache(LayerMethods):
         progress: progress.Progress | None = None,
         wait: float = 120.0,
         local_bytes: int = DEFAULT_BYTES,
+        scope: str = "",
     ) -> None:
         if stage2:
             raise ValueError(f"stage2=True {_LATER}")
@@ -162,6 +165,7 @@ class PionPromptCache(LayerMethods):
         self.background_store = background_store
         self.checkpoints = checkpoints
         self.progress = progress
+        self._apart = scope
         self.layout = None if model is None else caches.inspect_model(model, options)
         if self.layout is not None and self.layout.rows:
             self.formats.check(self.layout.dtype, len(self.layout.rows), self.layout.kv_dim)
@@ -207,11 +211,12 @@ class PionPromptCache(LayerMethods):
         if look.outcome == "mismatch":
             self._mismatch(namespace, look.reason)
         missing = look.outcome == "miss"
-        names = [*([] if missing else [namespace]), *look.near] if look.outcome != "down" else []
-        names = list(dict.fromkeys(names))
+        own = [] if missing else [namespace]
         stores = missing or (look.outcome == "mismatch" and self.on_mismatch == "replace")
-        if look.outcome == "down" or not self._admitted(namespace) or not stores:
-            return self._compute(want, layout, names, boundaries, look.reason).cache
+        if look.outcome == "down":
+            return self._compute(want, layout, [], boundaries, look.reason).cache
+        if not self._admitted(namespace) or not stores:
+            return self._compute(want, layout, None, boundaries, look.reason, own).cache
 
         key = (str(self.address), namespace, want.digest)
         turn, ours = flights.begin(key)
@@ -221,16 +226,15 @@ class PionPromptCache(LayerMethods):
                 look = self._look(want, layout)
                 if look.cache is not None:
                     return look.cache
-            return self._compute(want, layout, names, boundaries, look.reason).cache
+            return self._compute(want, layout, None, boundaries, look.reason, own).cache
         handed_on = False
         try:
-            claim = self._claim(want, layout, missing=missing)
-            if claim is not None and not isinstance(claim, flights.Claim):
+            claim, near = self._claim(want, layout, missing=missing)
+            if isinstance(claim, list):
                 flights.end(key, turn, stored=True)
-                assert claim.cache is not None
-                return claim.cache
+                return claim
             try:
-                done = self._compute(want, layout, names, boundaries, look.reason)
+                done = self._compute(want, layout, near, boundaries, look.reason, own)
             except BaseException:
                 if claim is not None:
                     self._release(claim)

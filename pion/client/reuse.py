@@ -15,12 +15,12 @@ import numpy as np
 
 from pion.client import slots
 from pion.client.caches import Layout
-from pion.client.connection import Steps
+from pion.client.connection import Flight, Steps
 from pion.client.errors import IncompleteError
 from pion.client.manifest import shared
-from pion.client.transfer import Entry, read
+from pion.client.transfer import Entry, match_command, names_of, read
 
-__all__ = ["Candidate", "Ids", "compare", "find", "worth"]
+__all__ = ["Candidate", "Ids", "compare", "find", "near", "worth"]
 
 _LEAST: Final = 16  # tokens for which it is worth asking the server again
 
@@ -96,6 +96,14 @@ def _flat(trees: Iterable[slots.Tree]) -> Iterable[slots.Tree]:
             yield from _flat(tree["children"])
         else:
             yield tree
+
+
+def near(scope_and_hashes: tuple[str, bytes]) -> Steps[list[str]]:
+    """The namespaces of prefixes that begin with the same blocks, those that share most first."""
+    if not scope_and_hashes[1]:
+        return []
+    (reply,) = yield Flight([match_command(scope_and_hashes)])
+    return names_of(reply)
 
 
 def find(names: Iterable[str], identity: str, layout: Layout, ids: Ids) -> Steps[list[Candidate]]:

@@ -7,7 +7,7 @@ fetch takes the states in one flight, and then the rows by the fastest way there
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -74,13 +74,11 @@ class Found:
         outcome: ``hit``, ``miss`` or ``mismatch``.
         reason: of a mismatch.
         entry: of a hit, when it was to be described.
-        near: namespaces whose tokens begin alike, the most first.
     """
 
     outcome: str
     reason: str = ""
     entry: Entry | None = None
-    near: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,33 +94,27 @@ class Parts:
     states: dict[int, Any]
 
 
-def lookup(
-    namespace: str, digest: str | None, *, describe: bool = False, near: tuple[str, bytes] | None = None
-) -> Steps[Found]:
+def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Steps[Found]:
     """Whether the server has the whole prefix.
 
     Args:
         namespace, digest: the prefix; without a digest any will do.
         describe: also say what is there, for `fetch`.
-        near: scope, and hashes of the blocks of the tokens: also say which prefixes begin alike.
     """
     commands: list[list[Any]] = [
         ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
     ]
     if describe:
         commands += [*_infos(namespace), ["SSM.PREFIX.FETCH", namespace, 0]]
-    if near is not None and near[1]:
-        commands.append(match_command(near))
     found, *more = yield Flight(commands)
-    names = names_of(more.pop()) if near is not None and near[1] else []
     if isinstance(found, ReplyError):
         error = reply_error(str(found))
         if not isinstance(error, MismatchError):
             raise error
-        return Found("mismatch", str(error), None, names)
+        return Found("mismatch", str(error))
     if found != "HIT":
-        return Found("miss", "", None, names)
-    return Found("hit", "", _entry(namespace, more) if describe else None, names)
+        return Found("miss")
+    return Found("hit", "", _entry(namespace, more) if describe else None)
 
 
 def match_command(near: tuple[str, bytes]) -> list[Any]:
@@ -269,16 +261,17 @@ def _described(info: Any, digest: str, layout: Layout, rows: int, wanted: tuple[
     return tuple(fmt for _, fmt in held)
 
 
-def formats_of(entry: Entry, digest: str, layout: Layout, wanted: Sides, rows: int) -> Sides:
-    """The formats of an entry's layers of rows, by V.INFO of both sides, when they are what this model can use.
+def formats_of(infos: list[Any], digest: str, layout: Layout, rows: int, wanted: Sides) -> Sides:
+    """The formats that the layers are stored in, by V.INFO of both sides, when they are what this model can use.
+
+    Args:
+        rows: tokens of the prefix.
 
     Raises:
         MismatchError, IncompleteError, CommandError: as `fetch` does.
     """
-    raise_first(entry.infos)
-    keys, values = (
-        _described(info, digest, layout, rows, asked) for info, asked in zip(entry.infos, wanted, strict=True)
-    )
+    raise_first(infos)
+    keys, values = (_described(info, digest, layout, rows, asked) for info, asked in zip(infos, wanted, strict=True))
     return keys, values
 
 
@@ -301,26 +294,32 @@ def fetch(
         IncompleteError: something is missing, or the prefix was replaced meanwhile.
         CommandError: the server refused.
     """
-    formats = formats_of(entry, digest, layout, wanted, rows)
-    numbers = entry.manifest.states_at(count) if entry.manifest is not None else {}
-    states: dict[int, Any] = {}
-    if numbers or not layout.cache_len:
-        # The entry may be replaced at any time: what comes is of `entry` only if it is the same behind it.
-        asked: list[Command] = [["SSM.PREFIX.FETCH", entry.namespace, number] for number in numbers.values()]
-        *found, keys, values = yield Flight([*asked, *_infos(entry.namespace)])
-        raise_first([*found, keys, values])
-        if [keys, values] != entry.infos:
-            raise IncompleteError("the prefix was replaced while it was fetched")
-        states = dict(zip(numbers, found, strict=True))
-        missing = [numbers[leaf] for leaf, state in states.items() if state is None]
-        if missing:
-            raise IncompleteError(f"states {missing} are missing")
+    formats = formats_of(entry.infos, digest, layout, rows, wanted)
     pairs: Pairs = []
     if layout.cache_len:
-        pairs = yield from lanes.fetch(
-            entry.namespace, digest, entry.infos, formats, layout, count, whole=count == rows
-        )
-    return Parts(pairs, states)
+        about = entry.namespace, digest, entry.infos, formats, layout, count
+        pairs = yield from lanes.fetch(*about, whole=count == rows)
+    numbers = entry.manifest.states_at(count) if entry.manifest is not None else {}
+    return Parts(pairs, (yield from _states(entry, numbers)) if numbers else {})
+
+
+def _states(entry: Entry, numbers: Mapping[int, int]) -> Steps[dict[int, Any]]:
+    """The states of these numbers by those of their leaves."""
+    asked: list[list[Any]] = [["SSM.PREFIX.FETCH", entry.namespace, number] for number in numbers.values()]
+    replies = yield Flight(asked + _infos(entry.namespace))
+    _still(entry, replies)
+    states = dict(zip(numbers, replies[:-2], strict=True))
+    missing = [numbers[leaf] for leaf, state in states.items() if state is None]
+    if missing:
+        raise IncompleteError(f"states {missing} are missing")
+    return states
+
+
+def _still(entry: Entry, replies: list[Any]) -> None:
+    """An entry may be replaced at any time: what came is of `entry` only if it is the same behind it."""
+    raise_first(replies)
+    if replies[-2:] != entry.infos:
+        raise IncompleteError("the prefix was replaced while it was fetched")
 
 
 def lines_of(info: bytes) -> dict[str, str]:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import ssl as tls
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -50,7 +53,6 @@ class Wanted:
         namespace: where it is, or is to be.
         identity, digest: of the model and its kind of cache; of that and the tokens.
         scope: under which prefixes that may be reused stand.
-        blocks: hashes of its blocks.
     """
 
     ids: np.ndarray[Any, np.dtype[np.uint32]]
@@ -58,7 +60,11 @@ class Wanted:
     identity: bytes
     digest: str
     scope: str
-    blocks: tuple[int, bytes]
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, bytes]:
+        """Hashes of its blocks; a hit needs none."""
+        return block_table(self.ids)
 
     @property
     def near(self) -> tuple[str, bytes]:
@@ -73,7 +79,6 @@ class Look:
     outcome: Outcome
     reason: str = ""
     cache: list[Any] | None = None
-    near: list[str] = field(default_factory=list)
 
 
 class Work:
@@ -90,6 +95,7 @@ class Work:
         self.formats, self._options, self._as_states = formats, options, as_states
         self.prefill_chunk_size = chunk
         self._wait_at_most = wait
+        self._apart = ""
         self.progress: progress.Progress | None = None
         self.background_store = False
         self.hits = self.misses = self.partial_hits = self.waits = 0
@@ -99,6 +105,13 @@ class Work:
         self._last: Explanation | None = None
         self._counting = threading.Lock()
         self._storing: list[threading.Thread] = []
+        _works.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: threads and held locks are the parent's."""
+        self._counting = threading.Lock()
+        self._storing = []
+        self._link.after_fork()
 
     @property
     def outages(self) -> int:
@@ -120,9 +133,10 @@ class Work:
 
     def _want(self, ids: Any, namespace: str, layout: Layout) -> Wanted:
         identity = cache_identity(model_identity(self.model), tree_kind(layout.trees))
-        asked = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}/{'states' if self._as_states else 'rows'}"
+        formats = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}"
+        asked = f"{formats}/{'states' if self._as_states else 'rows'}/{self._apart}"
         scope = cache_identity(identity, asked).hex()[:32]
-        return Wanted(ids, namespace, identity, prefix_digest(identity, ids), scope, block_table(ids))
+        return Wanted(ids, namespace, identity, prefix_digest(identity, ids), scope)
 
     def _row_layers(self, layout: Layout) -> int:
         return 0 if self._as_states else len(layout.rows)
@@ -145,13 +159,13 @@ class Work:
 
     # --- looking and fetching -------------------------------------------------------------------------------------
 
-    def _ask(self, namespace: str, digest: str | None, near: tuple[str, bytes] | None = None) -> transfer.Found:
-        """LOOKUP; the outcome is ``down`` when the server cannot be asked. With `near` a hit is described."""
+    def _ask(self, namespace: str, digest: str | None, *, describe: bool = False) -> transfer.Found:
+        """LOOKUP; the outcome is ``down`` when the server cannot be asked."""
         started = time.monotonic()
         if self._link.paused():
             return transfer.Found("down")
         try:
-            found = self._run(transfer.lookup(namespace, digest, describe=near is not None, near=near))
+            found = self._run(transfer.lookup(namespace, digest, describe=describe))
         except tls.SSLError:
             raise
         except OSError as error:
@@ -167,9 +181,9 @@ class Work:
     def _look(self, want: Wanted, layout: Layout) -> Look:
         """The cache of a prefix that is stored as a whole; or another outcome, and why."""
         started = time.perf_counter()
-        found = self._ask(want.namespace, want.digest, want.near)
+        found = self._ask(want.namespace, want.digest, describe=True)
         if found.entry is None:
-            return Look(found.outcome, found.reason, None, found.near)  # type: ignore[arg-type]
+            return Look(found.outcome, found.reason)  # type: ignore[arg-type]
         count = len(want.ids)
         try:
             cache, _ = self._fetch(found.entry, want.digest, layout, count, count)
@@ -202,12 +216,14 @@ class Work:
     # --- computing ------------------------------------------------------------------------------------------------
 
     def _compute(
-        self, want: Wanted, layout: Layout, names: Sequence[str], boundaries: Sequence[int], reason: str
-    ) -> Prefilled:
-        """A prefix computed from the best that is stored under these names, or from nothing."""
+        self, want: Wanted, layout: Layout, names: Sequence[str] | None, boundaries: Sequence[int], reason: str,
+        own: Sequence[str] = (),
+    ) -> Prefilled:  # fmt: skip
+        """A prefix computed from the best that is stored under these names (None: those the server finds) and under
+        its `own`, or from nothing."""
         total = len(want.ids)
         said = receipt(total, reason or "nothing is stored for it")
-        cache, done = self._reused(want, layout, names, said) if names else (None, 0)
+        cache, done = self._reused(want, layout, names, own, said) if names != [] or own else (None, 0)
         started = time.perf_counter()
         if cache is None:
             cache = caches.new_cache(self.model, self._options)
@@ -230,11 +246,14 @@ class Work:
         return out
 
     def _reused(
-        self, want: Wanted, layout: Layout, names: Sequence[str], said: Explanation
+        self, want: Wanted, layout: Layout, names: Sequence[str] | None, own: Sequence[str], said: Explanation
     ) -> tuple[list[Any] | None, int]:
         """A cache of the first tokens, and how many; what was found goes into `said`."""
         started = time.perf_counter()
         try:
+            if names is None:
+                names = self._run(reuse.near(want.near))
+            names = list(dict.fromkeys([*own, *names]))
             found = self._run(reuse.find(names, want.identity.hex(), layout, want.ids))
             if not found:
                 return None, 0
@@ -276,9 +295,11 @@ class Work:
 
     # --- one at a time --------------------------------------------------------------------------------------------
 
-    def _claim(self, want: Wanted, layout: Layout, *, missing: bool) -> flights.Claim | Look | None:
-        """The lease of a prefix that is about to be computed; what another process has stored meanwhile; or None:
-        nobody knows, or it was waited long enough."""
+    def _claim(
+        self, want: Wanted, layout: Layout, *, missing: bool
+    ) -> tuple[flights.Claim | list[Any] | None, list[str] | None]:
+        """The lease of a prefix that is about to be computed; the cache, when another process has stored it meanwhile;
+        or None: nobody knows, or it was waited long enough. And the names of prefixes that begin alike, if known."""
         owner = flights.Claim.new_owner()
         deadline = time.monotonic() + self._wait_at_most
         pause, most = _POLL
@@ -286,28 +307,30 @@ class Work:
 
         def ask() -> Steps[list[Any]]:
             claim = flights.claim_command(want.namespace, owner, flights.LEASE_MS)
-            replies = yield Flight([claim, ["KV.PREFIX.INFO", want.namespace]])
+            match = [transfer.match_command(want.near)] if want.blocks[1] else []
+            replies = yield Flight([claim, ["KV.PREFIX.INFO", want.namespace], *match])
             return replies
 
         while True:
             try:
-                granted, about = self._run(ask())
+                granted, about, *found = self._run(ask())
             except tls.SSLError:
                 raise
             except OSError as error:
                 self._link.went_down(error)
-                return None
+                return None, []
+            names = [name for reply in found for name in transfer.names_of(reply) if name != want.namespace]
             if granted == 1:
                 break
             if granted != 0:  # refused: a server without leases, or no right to them
-                return None
+                return None, names
             if not waited:
                 self._count(waits=1)
                 waited = True
             if time.monotonic() >= deadline:
                 log.warning("prefix %s: another process has computed it for %g s; it is computed here too",
                             want.namespace, self._wait_at_most)  # fmt: skip
-                return None
+                return None, names
             time.sleep(pause)
             pause = min(1.5 * pause, most)
         claim = flights.Claim(lambda command: self._link.run(calls.call(command, None)), want.namespace, owner)
@@ -315,8 +338,8 @@ class Work:
             look = self._look(want, layout)
             if look.cache is not None:
                 self._release(claim)
-                return look
-        return claim
+                return look.cache, names
+        return claim, names
 
     def _release(self, claim: flights.Claim) -> None:
         claim.stop()
@@ -408,3 +431,14 @@ class Work:
             log.warning("%s: %s", what, error)
         elif not self._link.went_down(error, what):
             log.info("%s: %s", what, error)
+
+
+_works: weakref.WeakSet[Work] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for work in list(_works):
+        work.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

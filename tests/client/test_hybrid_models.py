@@ -257,7 +257,7 @@ def test_a_state_of_another_leaf_is_never_used(
     model, ids = families.tiny("gemma3"), drawn(20)
     pc = cache_of(model)
     want = shown(pc.get_or_prefill(ids, ns))
-    pc.get_or_prefill(ids[:19], f"{ns}-other")
+    cache_of(model, scope="apart").get_or_prefill(ids[:19], f"{ns}-other")
     states = {n: pc.resp.call("SSM.PREFIX.FETCH", ns, n).partition(b"\r\n")[2][:-2] for n in (2, 3)}
     other = pc.resp.call("SSM.PREFIX.FETCH", f"{ns}-other", number).partition(b"\r\n")[2][:-2]
     for wrong in (states[5 - number], states[number][:-1], states[number][:20], b"", other):

@@ -225,6 +225,16 @@ def test_another_model_s_prefix_is_not_reused(cache_of: Callable[..., PionPrompt
     assert "another model" in pc.explain(A + C, ns)["reason"]
 
 
+def test_another_scope_is_not_reused(cache_of: Callable[..., PionPromptCache], ns: str) -> None:
+    model = fresh("llama")
+    cache_of(model, scope="one").get_or_prefill(A + B, ns)
+    for scope, reused in (("other", 0), ("", 0), ("one", len(A))):
+        pc = cache_of(model, scope=scope)
+        pc.get_or_prefill(A + C, f"{ns}-{scope}")
+        assert pc.stats()["last"]["reused"] == reused
+        pc.drop(f"{ns}-{scope}")
+
+
 @pytest.mark.parametrize("lie", ["tokens", "manifest", "digest"])
 def test_an_entry_that_lies_about_its_tokens_is_not_reused(
     cache_of: Callable[..., PionPromptCache], server: Any, ns: str, lie: str

@@ -173,8 +173,11 @@ def test_a_forked_child_is_not_held_by_its_parent_s_turn(server: Any, ns: str, i
         (thread,) = run_all(1, lambda _number: pc.get_or_prefill(ids, ns))
         wait_for(lambda: flights._turns)
         held = next(iter(flights._turns))
-        pid = os.fork()
+        with pc._counting, pc._link._lock:  # as another thread may
+            pid = os.fork()
         if pid == 0:
+            pc.stats()
+            pc._link.came_back()
             ours = flights.begin(held)[1]
             answered = pc.resp.call("PING") == b"+PONG\r\n"
             os._exit(0 if ours and answered and not pc.lookup(ns) else 1)
