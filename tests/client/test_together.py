@@ -295,17 +295,20 @@ def test_a_lease_is_renewed_while_the_prefix_is_computed(
 
 
 @pytest.mark.parametrize(
-    "command", ["LOOKUP", "MATCH", "LEASE", "REGISTER", "STOREBATCH", "STATE", "V.FETCH", "SSM.PREFIX.FETCH"]
+    "command", ["LOOKUP", "MATCH", "LEASE", "REGISTER", "STOREBATCH", "STATE", "V.FETCH", "LANE", "SSM.PREFIX.FETCH"]
 )
 @pytest.mark.parametrize("family", ["llama", "jamba"])
 def test_b7_killed_at_any_moment_the_caller_gets_a_right_cache_and_the_log_one_line(
-    tmp_path: Path, ns: str, ids: list[int], family: str, command: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path: Path, ns: str, ids: list[int], family: str, command: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     caplog.set_level(logging.INFO, "pion.client")
+    if command == "V.FETCH":
+        monkeypatch.setenv("PION_LANE", "tcp")
     model = families.tiny(family)
     cold = prefill(model, ids, None)
     want = families.logits(model, cold, SUFFIX).tobytes()
-    stored = command in ("V.FETCH", "SSM.PREFIX.FETCH")
+    stored = command in ("V.FETCH", "LANE", "SSM.PREFIX.FETCH")
     word = {"STATE": b"SSM.PREFIX.STORE"}.get(command, command.encode())
     with start_server("--kvcache", dir=tmp_path) as server, proxy(server.port) as between:
         if stored:
