@@ -44,7 +44,6 @@ def child() -> None:
 
     from pion import PionPromptCache
     from pion.client import caches
-    from pion.client.identity import model_identity, prefix_digest
 
     ids = [(7 * i) % 40_000 for i in range(TOKENS)]
     file = str(Path(folder) / f"{dtype}.safetensors")
@@ -62,7 +61,8 @@ def child() -> None:
             for layer in made:
                 layer.update_and_fetch(*(mx.random.normal(shape).astype(getattr(mx, dtype)) for _ in "kv"))
             mx.eval([layer.state for layer in made])
-            pc._store(dtype, layout, prefix_digest(model_identity(model), ids), made, np.array(ids))
+            if not pc.put(made, ids, dtype):
+                raise RuntimeError("the prefix was not stored")
             module.save_prompt_cache(file, made)
             return
         for _ in range(3 if what == "process" else 0):
