@@ -1,4 +1,4 @@
-"""mlx arrays whose memory nobody has touched yet, to be filled from outside.
+"""mlx arrays whose memory nobody has touched yet, and which are filled from outside.
 
 mlx offers no such thing itself: ``mx.zeros`` writes every page, ``mx.array`` copies. Loading tensors from a file object
 does: ``mx.load`` allocates each one and hands its memory to the object's ``readinto``, which here takes note of it and
@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-__all__ = ["blank_arrays"]
+from pion._core import headrows
+
+__all__ = ["Job", "blank_arrays", "filled_arrays", "threads"]
+
+Job = tuple[memoryview, list[tuple[int, memoryview]]]
+"""Memory, and what belongs into it, as `headrows.fill` has it."""
 
 _NAMES: Final = {
     "float16": ("F16", 2), "bfloat16": ("BF16", 2), "float32": ("F32", 4), "uint8": ("U8", 1), "int8": ("I8", 1),
@@ -26,6 +33,17 @@ _NAMES: Final = {
 
 
 _PATIENCE: Final = 1.0  # seconds
+_GROUP: Final = 8 << 20  # bytes of arrays that are made and then filled together
+_MOST_THREADS: Final = 4  # more would wait for memory
+
+
+def threads() -> int:
+    """Threads that share the filling of arrays."""
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        allowed = os.cpu_count() or 1
+    return max(1, min(allowed, _MOST_THREADS, headrows.MAX_THREADS))
 
 
 class _Nothing:
@@ -125,3 +143,46 @@ def blank_arrays(wanted: Sequence[tuple[tuple[int, ...], str]]) -> tuple[list[An
             mx.eval(arrays[number])
             views[number] = memoryview(arrays[number].view(mx.uint8)).cast("B")
     return arrays, views
+
+
+def filled_arrays(
+    wanted: Sequence[tuple[tuple[int, ...], str]], jobs: Callable[[int, memoryview], list[Job]], heads: int,
+    head_bytes: int,
+) -> tuple[list[Any], list[memoryview]]:  # fmt: skip
+    """`blank_arrays`, filled by threads of their own while further arrays are made: mlx takes as long for the one as
+    memory does for the other.
+
+    Args:
+        wanted: (shape, dtype by name) of each.
+        jobs: given the number of an array and its memory, what `headrows.fill` is to do there; nothing: it stays blank.
+        heads, head_bytes: as in `headrows.fill`.
+
+    Raises:
+        ValueError: as in `blank_arrays` and in `headrows.fill`; nothing is written to any more.
+    """
+    arrays: list[Any] = []
+    views: list[memoryview] = []
+    filling: list[Future[None]] = []
+    with ThreadPoolExecutor(threads(), "pion fill") as pool:  # its end waits for all of them, whatever happens
+        for group in _groups(wanted):
+            made, memory = blank_arrays(group)
+            work = [job for number, view in enumerate(memory, len(views)) for job in jobs(number, view)]
+            arrays += made
+            views += memory
+            if work:
+                filling.append(pool.submit(headrows.fill, work, heads, head_bytes, fresh=True))
+    for done in filling:
+        done.result()
+    return arrays, views
+
+
+def _groups(wanted: Sequence[tuple[tuple[int, ...], str]]) -> list[list[tuple[tuple[int, ...], str]]]:
+    groups: list[list[tuple[tuple[int, ...], str]]] = []
+    nbytes = _GROUP
+    for shape, dtype in wanted:
+        if nbytes >= _GROUP:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append((shape, dtype))
+        nbytes += math.prod(shape) * _NAMES.get(dtype, ("", 1))[1]
+    return groups

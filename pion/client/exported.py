@@ -10,12 +10,11 @@ import mmap
 import os
 from typing import Any, Final
 
-from pion._core import headrows
-from pion.client.blank import blank_arrays
+from pion.client.blank import Job, filled_arrays
 from pion.client.caches import Layout
 from pion.client.connection import Flight, Steps, raise_first
 from pion.client.errors import IncompleteError, LaneError
-from pion.client.restore import ROOM, threads
+from pion.client.restore import ROOM
 
 __all__ = ["exported"]
 
@@ -54,20 +53,20 @@ def _arrays(data: memoryview, layout: Layout, count: int) -> list[tuple[Any, Any
         heads, width = layout.n_kv_heads, 2 * layout.head_dim
         names = [f"{side}.{layer}" for layer in range(layout.cache_len) for side in "kv"]
         shape = (1, heads, count + ROOM, layout.head_dim)
-        arrays, views = blank_arrays([(shape, "float16")] * len(names))
-        headrows.reserve(views)
-        jobs = []
-        for name, view in zip(names, views, strict=True):
+        each, into = count * width, (count + ROOM) * width
+        parts: list[list[memoryview]] = []
+        for name in names:
             about = tensors.get(name, {})
             if (about.get("dtype"), about.get("shape")) != ("F16", [1, heads, count, layout.head_dim]):
                 raise IncompleteError(f"the exported file has no {name} of the model's shape")
             first = 8 + length + about["data_offsets"][0]
-            each, into = count * width, (count + ROOM) * width
-            jobs += [
-                (view[head * into : (head + 1) * into], [(0, data[first + head * each : first + (head + 1) * each])])
-                for head in range(heads)
-            ]
-        headrows.fill(jobs, 1, width, threads=threads())
-        for _, pieces in jobs:
-            pieces[0][1].release()
+            parts.append([data[first + head * each : first + (head + 1) * each] for head in range(heads)])
+
+        def jobs(number: int, view: memoryview) -> list[Job]:
+            return [(view[head * into : (head + 1) * into], [(0, parts[number][head])]) for head in range(heads)]
+
+        arrays, _ = filled_arrays([(shape, "float16")] * len(names), jobs, 1, width)
+        for part in parts:
+            for piece in part:
+                piece.release()
     return list(zip(arrays[::2], arrays[1::2], strict=True))

@@ -18,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
+from pion._core import sampling
 from pion.client.namespace import token_array
 
 __all__ = ["cache_identity", "model_identity", "prefix_digest"]
@@ -53,14 +53,19 @@ def model_identity(model: Any) -> bytes:
     Args:
         model: an mlx-lm model (an ``nn.Module`` with parameters and, usually, ``args``).
     """
-    hasher = hashlib.sha256()
-    hasher.update(_canonical(_arguments(model)))
-    for name, array, sample in _sampled(sorted(_parameters(model), key=lambda pair: pair[0])):
-        hasher.update(f"{name}\0{tuple(array.shape)}\0{array.dtype}\0".encode())
-        hasher.update(sample)
+    import mlx.core as mx
+
+    named = sampling.parameters(model, mx.array)
+    known: dict[tuple[tuple[int, ...], Any], str] = {}
+    parts = [_canonical(_arguments(model))]
+    for (name, array), sample in zip(named, _samples([array for _, array in named]), strict=True):
+        kind = tuple(array.shape), array.dtype
+        if kind not in known:
+            known[kind] = f"\0{kind[0]}\0{kind[1]}\0"
+        parts += [(name + known[kind]).encode(), sample]
         if name.endswith(".lora_a"):  # LoRA, DoRA and their quantized forms keep the scale as a plain number
-            hasher.update(f"scale\0{float(_module(model, name).scale)!r}\0".encode())
-    return hasher.digest()
+            parts.append(f"scale\0{float(_module(model, name).scale)!r}\0".encode())
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _module(model: Any, parameter: str) -> Any:
@@ -117,37 +122,17 @@ def _arguments(model: Any) -> dict[str, Any]:
     return {"model_type": str(getattr(model, "model_type", type(model).__name__))}
 
 
-def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
-    """The names and arrays of ``model.parameters()``, without building its tree, which takes three times as long."""
-    import mlx.core as mx
-
-    stack: list[tuple[str, Any]] = [("", model)]  # a module is a dict of its arrays and modules
-    while stack:
-        name, node = stack.pop()
-        for key, item in node.items() if isinstance(node, dict) else enumerate(node):
-            path = f"{name}.{key}" if name else str(key)
-            if isinstance(item, mx.array):
-                if not str(key).startswith("_"):  # mlx's rule for what is no parameter
-                    yield path, item
-            elif isinstance(item, dict | list):
-                stack.append((path, item))
-
-
-def _sampled(parameters: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, bytes]]:
+def _samples(arrays: list[Any]) -> list[bytes]:
     import mlx.core as mx
 
     # The buffer protocol knows no bfloat16; a view as u16 is free.
-    readable: list[Any] = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for _, array in parameters]
+    readable: list[Any] = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
     mx.eval(readable)
-    contiguous: Any = mx.contiguous
-    for (name, array), plain in zip(parameters, readable, strict=True):
-        view = memoryview(plain)
-        if not view.c_contiguous:
-            view = memoryview(contiguous(plain))
-        raw = view.cast("B")
-        last = max(0, len(raw) - _SAMPLE_BYTES)
-        starts = [last * step // (_SAMPLES - 1) for step in range(_SAMPLES)]
-        yield name, array, b"".join(raw[start : start + _SAMPLE_BYTES] for start in starts)
+    try:
+        return sampling.samples(readable, _SAMPLES, _SAMPLE_BYTES)
+    except (BufferError, ValueError):  # some are not contiguous: a transposed weight, say
+        contiguous: Any = mx.contiguous
+        return sampling.samples([contiguous(array) for array in readable], _SAMPLES, _SAMPLE_BYTES)
 
 
 def cache_identity(model: bytes, kind: str) -> bytes:

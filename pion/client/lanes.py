@@ -72,7 +72,7 @@ class Lanes:
 
     def fetch(
         self, ns: str, digest: str, infos: list[Any], formats: Sides, layout: Layout, count: int,
-        ready: Callable[[int, Restorer], None] | None = None, *, whole: bool = True,
+        ready: Callable[[int, Restorer], None] | None = None, *, whole: bool = True, offer: Any = None,
     ) -> Steps[Pairs]:  # fmt: skip
         """Rows of a prefix as arrays.
 
@@ -84,6 +84,7 @@ class Lanes:
             ready: called for each layer when it is complete, over the connection while others arrive, with what to
                 take it from; nothing is returned then.
             whole: these are all tokens of the prefix. A part of one comes over the connection.
+            offer: what KV.PREFIX.LANE said, when it was asked already.
 
         Raises:
             IncompleteError: rows are missing, or the prefix was replaced meanwhile. No arrays were made.
@@ -96,7 +97,7 @@ class Lanes:
             return part
         pairs: Pairs | None = self._kept(ns, digest, layout) if ready is None else None
         if pairs is None and self._may_map():
-            pairs = yield from self._map(ns, digest, formats, layout, count, ready)
+            pairs = yield from self._map(ns, digest, formats, layout, count, ready, offer)
         if pairs is None and self.forced == "export":
             pairs = yield from exported(ns, infos, layout, count)
             self.used["export"] += 1
@@ -113,11 +114,11 @@ class Lanes:
 
     def keep(self, ns: str, digest: str, pairs: Pairs) -> None:
         """Keep copies of a prefix that is used again and again."""
-        if not self.forced or self.forced == "process":
+        if self._may_keep():
             self.local.put(ns, digest, [array for pair in pairs for array in pair])
 
     def _kept(self, ns: str, digest: str, layout: Layout) -> Pairs | None:
-        if self.forced not in ("", "process"):
+        if not self._may_keep():
             return None
         arrays = self.local.get(ns, digest)
         if arrays is not None and len(arrays) == 2 * layout.cache_len:
@@ -127,6 +128,13 @@ class Lanes:
 
     # --- mapped ---------------------------------------------------------------------------------------------------
 
+    def may_offer(self, ns: str, digest: str) -> bool:
+        """Whether a lookup may as well ask for the file: it would be mapped."""
+        return self._may_map() and not (self._may_keep() and self.local.has(ns, digest))
+
+    def _may_keep(self) -> bool:
+        return self.forced in ("", "process")
+
     def _may_map(self) -> bool:
         if self.forced:
             return self.forced == "map"
@@ -134,10 +142,10 @@ class Lanes:
 
     def _map(
         self, ns: str, digest: str, formats: Sides, layout: Layout, count: int,
-        ready: Callable[[int, Restorer], None] | None,
+        ready: Callable[[int, Restorer], None] | None, offer: Any,
     ) -> Steps[Pairs | None]:  # fmt: skip
         try:
-            found = yield from mapped(ns, self.address, digest, count)
+            found = yield from mapped(ns, self.address, digest, count, offer)
         except LaneError as error:
             if self.forced:
                 raise LaneError(f"{VARIABLE}=map: {error}") from error

@@ -152,7 +152,8 @@ class LayerMethods(Texts):
         if layout.is_hybrid or self._as_states:
             raise PionMlxCompatError("layers come one by one only where every layer has a plain KVCache")
         want = self._wanted(prefix_token_ids, namespace, layout)
-        found = self._run(transfer.lookup(namespace, want.digest, describe=True))
+        offer = self.lanes.may_offer(namespace, want.digest)
+        found = self._run(transfer.lookup(namespace, want.digest, describe=True, offer=offer))
         if found.outcome == "mismatch":
             raise MismatchError(found.reason)
         if found.entry is None:
@@ -162,7 +163,9 @@ class LayerMethods(Texts):
         self._count(hits=1)
         return arriving(
             self._run,
-            lambda ready: self.lanes.fetch(namespace, want.digest, entry.infos, formats, rows, count, ready),
+            lambda ready: self.lanes.fetch(
+                namespace, want.digest, entry.infos, formats, rows, count, ready, offer=entry.offer
+            ),
         )
 
     def lazy(self, prefix_token_ids: Any, namespace: str) -> list[Any]:

@@ -16,9 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from pion._core import headrows
-from pion.client.blank import blank_arrays
-from pion.client.restore import threads
+from pion.client.blank import Job, blank_arrays, filled_arrays
 
 __all__ = ["DEFAULT_BYTES", "NO_INPROC", "LocalCopies"]
 
@@ -55,13 +53,20 @@ def _memory(array: Any) -> memoryview:
 def _copied(
     wanted: list[tuple[tuple[int, ...], str]], sources: Sequence[memoryview]
 ) -> tuple[list[Any], list[memoryview]]:
-    made, views = blank_arrays(wanted)
-    by_size: dict[int, list[tuple[memoryview, list[tuple[int, memoryview]]]]] = {}
-    for view, source in zip(views, sources, strict=True):
-        if len(source):
-            by_size.setdefault(len(source), []).append((view, [(0, source)]))
+    made: list[Any] = [None] * len(wanted)
+    views = [memoryview(b"")] * len(wanted)
+    by_size: dict[int, list[int]] = {}
+    for number, source in enumerate(sources):
+        by_size.setdefault(len(source), []).append(number)
     for size, same in by_size.items():  # each is one long row of one head
-        headrows.fill(same, 1, size, threads=threads(), fresh=True)
+        group = [wanted[number] for number in same]
+
+        def jobs(number: int, view: memoryview, same: list[int] = same) -> list[Job]:
+            return [(view, [(0, sources[same[number]])])]
+
+        arrays, memory = filled_arrays(group, jobs, 1, size) if size else blank_arrays(group)
+        for number, array, view in zip(same, arrays, memory, strict=True):
+            made[number], views[number] = array, view
     return made, views
 
 
@@ -93,6 +98,11 @@ class LocalCopies:
             self.hits += 1
         wanted = [(tuple(array.shape), str(array.dtype).rpartition(".")[2]) for array in kept.arrays]
         return _copied(wanted, kept.views)[0]
+
+    def has(self, ns: str, digest: str) -> bool:
+        """Whether `get` would give something."""
+        with self._lock:
+            return (ns, digest) in self._kept
 
     def put(self, ns: str, digest: str, arrays: Sequence[Any]) -> bool:
         """Keep copies of evaluated mlx arrays, from the second time on that they are offered: a prefix that a process

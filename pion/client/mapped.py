@@ -24,7 +24,7 @@ from pion.client.errors import IncompleteError, LaneError
 from pion.wire import raw
 from pion.wire.resp import ReplyError
 
-__all__ = ["MappedKV", "MappedLayer", "is_local", "map_prefix", "mapped"]
+__all__ = ["MappedKV", "MappedLayer", "is_local", "lane_command", "map_prefix", "mapped"]
 
 _U64: Final = struct.Struct("<QQ")
 _PATIENCE: Final = 5.0  # seconds for the lane's socket
@@ -145,8 +145,17 @@ class _Told(NamedTuple):
     states: list[tuple[int, int, int]]
 
 
-def map_prefix(ns: str | bytes, address: Address, *, heads: int | None = None) -> Steps[MappedKV]:
+def lane_command(ns: str | bytes) -> list[str | bytes]:
+    """The question where a prefix lies."""
+    return ["KV.PREFIX.LANE", ns]
+
+
+def map_prefix(ns: str | bytes, address: Address, *, heads: int | None = None, offer: Any = None) -> Steps[MappedKV]:
     """Map a complete prefix.
+
+    Args:
+        heads: of a row, where the prefix does not say.
+        offer: the reply to `lane_command`, when it is there already.
 
     Raises:
         LaneError: the server is on another machine, or does not hand out files (to us).
@@ -155,7 +164,9 @@ def map_prefix(ns: str | bytes, address: Address, *, heads: int | None = None) -
     """
     if not is_local(address):
         raise LaneError(f"{address} is not on this machine: its files cannot be mapped")
-    (reply,) = yield Flight([["KV.PREFIX.LANE", ns]])
+    reply = offer
+    if reply is None:
+        (reply,) = yield Flight([lane_command(ns)])
     if isinstance(reply, ReplyError) and _is_refusal(str(reply)):
         raise LaneError(str(reply))
     raise_first([reply])
@@ -191,12 +202,17 @@ def _parse(reply: Any) -> _Told:
 
 def _layers(flat: Sequence[bytes]) -> list[tuple[raw.Stored, list[tuple[int, int]]]]:
     out = []
+    known: dict[tuple[bytes, int], raw.Stored] = {}  # most layers of a prefix are alike
     for head, packed in zip(flat[::2], flat[1::2], strict=True):
         pieces = list(_U64.iter_unpack(packed))
-        stored = raw.parse(head, sum(nbytes for _, nbytes in pieces))
-        # counted from the beginning of the bytes, which have no header in front of them here
-        segments = [segment._replace(offset=segment.offset - len(head)) for segment in stored.segments]
-        out.append((stored._replace(segments=segments), pieces))
+        key = bytes(head), sum(nbytes for _, nbytes in pieces)
+        stored = known.get(key)
+        if stored is None:
+            stored = raw.parse(*key)
+            # counted from the beginning of the bytes, which have no header in front of them here
+            segments = [segment._replace(offset=segment.offset - len(head)) for segment in stored.segments]
+            stored = known[key] = stored._replace(segments=segments)
+        out.append((stored, pieces))
     return out
 
 
@@ -232,13 +248,13 @@ def _map(fd: int, told: _Told, heads: int | None) -> MappedKV:
     return MappedKV(told, (sides[0], sides[1]), states, heads)
 
 
-def mapped(ns: str | bytes, address: Address, digest: str, count: int) -> Steps[MappedKV]:
+def mapped(ns: str | bytes, address: Address, digest: str, count: int, offer: Any = None) -> Steps[MappedKV]:
     """`map_prefix` of these tokens: with this digest and so many rows.
 
     Raises:
         IncompleteError: it is another one's by now.
     """
-    found = yield from map_prefix(ns, address)
+    found = yield from map_prefix(ns, address, offer=offer)
     if found.digest != digest or found.tokens != count:
         raise IncompleteError("the prefix was replaced behind the lookup")
     return found

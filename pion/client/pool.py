@@ -61,7 +61,9 @@ def open_socket(address: Address) -> socket.socket:
                 sock.close()
                 raise
             return sock
-        sock = socket.create_connection((address.host, address.port), address.connect_timeout)
+        # As bytes, a plain name does not make Python load its tables of international ones.
+        host: Any = address.host.encode() if address.host.isascii() else address.host
+        sock = socket.create_connection((host, address.port), address.connect_timeout)
     except OSError as error:
         raise unreachable(address, error) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

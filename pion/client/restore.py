@@ -11,7 +11,6 @@ mlx is imported inside functions.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -19,26 +18,14 @@ import numpy as np
 
 from pion import metal_kernels
 from pion._core import headrows
-from pion.client.blank import blank_arrays
+from pion.client.blank import Job, blank_arrays, filled_arrays
 from pion.client.caches import Layout, mlx_modules
 from pion.client.decode import CODES, NUMPY, Decoder, is_keys, wanted_part
 from pion.wire.raw import Segment, Stored
 
-__all__ = ["ROOM", "Restorer", "threads"]
+__all__ = ["ROOM", "Restorer"]
 
 ROOM: Final = 256  # tokens that can be appended without a copy: mlx-lm's own step
-
-
-_MOST_THREADS: Final = 4  # more would wait for memory
-
-
-def threads() -> int:
-    """Threads that share the copying of a cache."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        allowed = os.cpu_count() or 1
-    return max(1, min(allowed, _MOST_THREADS, headrows.MAX_THREADS))
 
 
 class Restorer:
@@ -71,13 +58,19 @@ class Restorer:
 
     def prepare(self) -> None:
         """Make the arrays, where rows are decoded on the CPU. Not in the thread of `place`, but in mlx's."""
+        if self._how == "cpu" and not self._arrays and self._layout.cache_len:
+            places, wanted = self._wanted()
+            self._take(places, blank_arrays(wanted))
+
+    def _wanted(self) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], str]]]:
         layout = self._layout
-        if self._how == "cpu" and not self._arrays and layout.cache_len:
-            shape = (1, layout.n_kv_heads, self._count + ROOM, layout.head_dim)
-            places = [(layer, side) for layer in range(layout.cache_len) for side in (0, 1)]
-            arrays, views = blank_arrays([(shape, layout.dtype)] * len(places))
-            self._arrays = dict(zip(places, arrays, strict=True))
-            self._blank = dict(zip(places, views, strict=True))
+        shape = (1, layout.n_kv_heads, self._count + ROOM, layout.head_dim)
+        places = [(layer, side) for layer in range(layout.cache_len) for side in (0, 1)]
+        return places, [(shape, layout.dtype)] * len(places)
+
+    def _take(self, places: list[tuple[int, int]], made: tuple[list[Any], list[memoryview]]) -> None:
+        self._arrays = dict(zip(places, made[0], strict=True))
+        self._blank = dict(zip(places, made[1], strict=True))
 
     def reserve(self) -> None:
         """Get the memory of the arrays from the system, before rows arrive that would wait for it. Any thread."""
@@ -93,25 +86,31 @@ class Restorer:
         Raises:
             ValueError: as in `place`.
         """
-        jobs = []
-        self.prepare()
-        if self._how == "cpu":
-            for side, layers in enumerate(sides):
-                for layer, (stored, pieces) in enumerate(layers):
-                    self._check(layer, stored)
-                    rows = self._words(stored, pieces)
-                    if rows is not None:
-                        jobs.append((self._blank[layer, side], rows))
-                        self._placed.add((layer, side))
-            if jobs:
-                heads = self._layout.n_kv_heads
-                headrows.fill(jobs, heads, self._head_bytes, threads=threads(), fresh=True)
-        if len(jobs) < 2 * self._layout.cache_len:
+        if self._how == "cpu" and self._layout.cache_len:
+            self._fill(sides)
+        if len(self._placed) < 2 * self._layout.cache_len:
             self.reserve()
         for side, layers in enumerate(sides):
             for layer, (stored, pieces) in enumerate(layers):
                 if (layer, side) not in self._placed:
                     self.place_pieces(side, layer, stored, pieces)
+
+    def _fill(self, sides: Sequence[Sequence[tuple[Stored, Sequence[memoryview]]]]) -> None:
+        """Make the arrays, and place what is in the words of the model already."""
+        places, wanted = self._wanted()
+        words: dict[tuple[int, int], list[tuple[int, memoryview]]] = {}
+        for layer, side in places:
+            stored, pieces = sides[side][layer]
+            self._check(layer, stored)
+            if (rows := self._words(stored, pieces)) is not None:
+                words[layer, side] = rows
+
+        def jobs(number: int, view: memoryview) -> list[Job]:
+            rows = words.get(places[number])
+            return [] if rows is None else [(view, rows)]
+
+        self._take(places, filled_arrays(wanted, jobs, self._layout.n_kv_heads, self._head_bytes))
+        self._placed.update(words)
 
     def place_pieces(self, side: int, layer: int, stored: Stored, pieces: Sequence[memoryview]) -> None:
         """`place` for bytes in several pieces, with segments counted from their beginning."""

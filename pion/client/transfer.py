@@ -18,6 +18,7 @@ from pion.client.errors import IncompleteError, reply_error
 from pion.client.formats import KEPT, Sides, described, registration
 from pion.client.lanes import Lanes, Pairs
 from pion.client.manifest import Manifest, held_tokens
+from pion.client.mapped import lane_command
 from pion.errors import CommandError, MismatchError, utf8
 from pion.wire.resp import ReplyError
 
@@ -53,12 +54,14 @@ class Entry:
         infos: V.INFO of K and of V.
         manifest: what it consists of; None: rows alone, by another writer.
         ids: its tokens, when they were asked for.
+        offer: what KV.PREFIX.LANE said, when it was asked.
     """
 
     namespace: str
     infos: list[Any]
     manifest: Manifest | None
     ids: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+    offer: Any = None
 
     @property
     def digest(self) -> str | None:
@@ -94,18 +97,20 @@ class Parts:
     states: dict[int, Any]
 
 
-def lookup(namespace: str, digest: str | None, *, describe: bool = False) -> Steps[Found]:
+def lookup(namespace: str, digest: str | None, *, describe: bool = False, offer: bool = False) -> Steps[Found]:
     """Whether the server has the whole prefix.
 
     Args:
         namespace, digest: the prefix; without a digest any will do.
         describe: also say what is there, for `fetch`.
+        offer: have its file offered at once, too.
     """
     commands: list[list[Any]] = [
         ["KV.PREFIX.LOOKUP", utf8(namespace, "the namespace"), *(["DIGEST", digest] if digest else [])]
     ]
     if describe:
         commands += [*_infos(namespace), ["SSM.PREFIX.FETCH", namespace, 0]]
+        commands += [lane_command(namespace)] if offer else []
     found, *more = yield Flight(commands)
     if isinstance(found, ReplyError):
         error = reply_error(str(found))
@@ -131,10 +136,11 @@ def names_of(reply: Any) -> list[str]:
 
 
 def _entry(namespace: str, replies: Sequence[Any]) -> Entry:
-    raise_first(replies)
+    raise_first(replies[:3])
     *infos, manifest = replies[:3]
+    offer = replies[3] if len(replies) > 3 else None
     try:
-        return Entry(namespace, infos, None if manifest is None else Manifest.parse(manifest))
+        return Entry(namespace, infos, None if manifest is None else Manifest.parse(manifest), offer=offer)
     except ValueError as error:
         raise IncompleteError(str(error)) from error
 
@@ -298,7 +304,7 @@ def fetch(
     pairs: Pairs = []
     if layout.cache_len:
         about = entry.namespace, digest, entry.infos, formats, layout, count
-        pairs = yield from lanes.fetch(*about, whole=count == rows)
+        pairs = yield from lanes.fetch(*about, whole=count == rows, offer=entry.offer)
     numbers = entry.manifest.states_at(count) if entry.manifest is not None else {}
     return Parts(pairs, (yield from _states(entry, numbers)) if numbers else {})
 

@@ -165,7 +165,8 @@ class Work:
         if self._link.paused():
             return transfer.Found("down")
         try:
-            found = self._run(transfer.lookup(namespace, digest, describe=describe))
+            offer = describe and digest is not None and self.lanes.may_offer(namespace, digest)
+            found = self._run(transfer.lookup(namespace, digest, describe=describe, offer=offer))
         except tls.SSLError:
             raise
         except OSError as error:

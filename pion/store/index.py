@@ -5,7 +5,8 @@ and the index can be rebuilt from them at any time. What it adds is speed at sta
 certainty that a dropped entry stays dropped while its file is still on its way out.
 
 A record of an entry is *clean* (its figures describe the whole file) or *dirty* (rows came later, look into the file).
-The dirty mark is written before the first row that makes it true.
+The dirty mark is written before the first row that makes it true. An entry is announced before its file gets its name,
+so that a start after a kill in between knows where to look before it answers.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ DIRTY: Final = 3
 USED: Final = 4  # value: u64 clock
 OPENED: Final = 5  # key: boot id; everything before it belongs to an earlier process
 CLOSED: Final = 6  # the process ended in order: every record above is clean
+MAKING: Final = 7  # an entry is about to get its file; older versions pass over it
 
 _FIGURES: Final = struct.Struct("<QBQQQQQQ")  # as in Figures
 CLEAN: Final = 1  # flag bits of a PUT
@@ -94,6 +96,7 @@ class Loaded:
     Attributes:
         entries: by key.
         dropped: key → generation of entries that were dropped and not made again.
+        making: keys of entries that may have got a file and were not described.
         trusted: the file is whole; otherwise the directory has to be listed before anything is believed.
         same_boot: the machine has not been restarted since, so what was written is in the page cache at least.
         closed: the last process ended in order.
@@ -104,6 +107,7 @@ class Loaded:
 
     entries: dict[bytes, Figures] = field(default_factory=dict)
     dropped: dict[bytes, int] = field(default_factory=dict)
+    making: set[bytes] = field(default_factory=set)
     trusted: bool = True
     same_boot: bool = True
     closed: bool = True
@@ -140,8 +144,12 @@ def replay(data: bytes, header: framing.FileHeader, out: Loaded) -> int:
         if kind == PUT:
             out.entries[key] = unpack_figures(value)
             out.dropped.pop(key, None)
+            out.making.discard(key)
+        elif kind == MAKING:
+            out.making.add(key)
         elif kind == DROP:
             out.entries.pop(key, None)
+            out.making.discard(key)
             out.dropped[key] = int.from_bytes(value, "little")
         elif kind == DIRTY and key in out.entries:
             out.entries[key].flags &= ~CLEAN
@@ -252,6 +260,10 @@ class Index:
     def put(self, key: bytes, figures: Figures) -> None:
         """An entry is there with these figures. Raises OSError; the file is then as before."""
         self._append(PUT, key, figures.pack())
+
+    def making(self, key: bytes) -> None:
+        """An entry is about to get its file. Raises OSError."""
+        self._append(MAKING, key, b"")
 
     def drop(self, key: bytes, generation: int) -> None:
         """An entry is gone."""

@@ -161,6 +161,7 @@ def _adopt(engine: Engine, found: EntryFile, fd: int, replace: bool) -> None:
             raise EntryFileError(
                 f"'{over.name.decode('utf-8', 'backslashreplace')}' is there already (--replace drops it)"
             )
+        store.announce(key)
         out, temporary = files.scratch(found.entry.path)
         os.close(out)
         try:

@@ -1,9 +1,10 @@
 """Bringing a data directory up.
 
-With a whole index only the entries it calls dirty are read: those written after it last described them; the figures
-are true before the first command. Without one the entries are found while the server answers, in the order of the
-directory, and at once when somebody asks for one; only when all of them might be too much for the caps, or after a
-power cut, they are read before. Files that are no entries are reported and left alone, damaged ones are moved aside.
+With a whole index only the entries it calls dirty are read, those written after it last described them, and those it
+announces without describing them; the figures are true before the first command. Without one the entries are found
+while the server answers, in the order of the directory, and at once when somebody asks for one; only when all of them
+might be too much for the caps, or after a power cut, they are read before. Files that are no entries are reported and
+left alone, damaged ones are moved aside.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index, max_sessions: int
         store.load_index(known.entries)
     for key, generation in known.dropped.items():
         _bury(files, key, generation)
+    for key in known.making - known.entries.keys():
+        found.adopted += _adopt(store, files, layout.entry_path(key), store.flushes) is not None
     if not known.trusted:
         fits = _fits(files, found, max_sessions, max_bytes)
         if found.nbytes or known.reason != "missing":

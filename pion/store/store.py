@@ -232,6 +232,8 @@ class Store(Caps):
         self.make_room(len(data), over)
         if over is not None:
             self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
+        else:
+            self.announce(key)
         try:
             fd = self.with_descriptor(lambda: self.files.create(entry.path, data, over=over.generation if over else 0))
         except OSError as error:
@@ -295,6 +297,14 @@ class Store(Caps):
         self.totals.unsynced += nbytes
         self.unsynced.add(entry)
         self.appended += 1
+
+    def announce(self, key: bytes) -> None:
+        """Before an entry gets a file that the index does not know. Raises StorageError."""
+        if self.index is not None:
+            try:
+                self.index.making(key)
+            except OSError as error:
+                raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
 
     def mark_dirty(self, entry: Entry) -> None:
         """Before the first record that the index does not know. Raises StorageError."""

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support import models
 
-from pion.client.identity import _fields, _parameters, model_identity, prefix_digest  # isort: skip
+from pion._core import sampling  # isort: skip
+from pion.client.identity import _fields, model_identity, prefix_digest  # isort: skip
 
 models.need_mlx()
 mx = models.mx
@@ -60,7 +61,7 @@ def test_the_names_are_those_of_the_model_s_parameters() -> None:
     model.heads = [model.layers[0].mlp, {"extra": mx.zeros(3)}]
     model._hidden = mx.zeros(2)
     expected = {name: array.shape for name, array in models.tree_flatten(model.parameters())}
-    assert {name: array.shape for name, array in _parameters(model)} == expected
+    assert {name: array.shape for name, array in sampling.parameters(model, mx.array)} == expected
     assert "heads.1.extra" in expected
     assert "_hidden" not in expected
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pion import Client
+from pion.client import mapped
 from pion.client.address import Address
 from pion.client.blank import blank_arrays
 from pion.client.caches import pack_rows
@@ -228,25 +229,29 @@ def test_over_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["drop", "replace"])
-def test_what_goes_between_lookup_and_lane_is_not_used(server: Any, ns: str, change: str) -> None:
+def test_what_goes_between_offer_and_file_is_not_used(
+    server: Any, ns: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models.need_mlx()
     with PionPromptCache(model_of("float32"), vquant="native", port=server.port) as pc:
         truth = contents(pc.get_or_prefill(IDS, ns))
-    with proxy(server.port) as between, Client(host="127.0.0.1", port=server.port) as client:
+    redeem, struck = mapped._redeem, []
 
-        def strike(request: bytes) -> None:
-            if b"KV.PREFIX.LANE" in request and between.before is not None:
-                between.before = None
+    def strike(told: Any) -> int:
+        if not struck:
+            struck.append(told)
+            with Client(host="127.0.0.1", port=server.port) as client:
                 client.drop(ns)
                 if change == "replace":
                     other = np.zeros((2, 2, len(IDS), 32), np.float32)
                     client.store(ns, other, other, digest="00" * 32)
+        return redeem(told)
 
-        between.before = strike
-        with PionPromptCache(model_of("float32"), vquant="native", port=between.port) as pc:
-            assert contents(pc.get_or_prefill(IDS, ns)) == truth
-            assert between.before is None
-            assert pc.hits == 0
+    monkeypatch.setattr(mapped, "_redeem", strike)
+    with PionPromptCache(model_of("float32"), vquant="native", port=server.port) as pc:
+        assert contents(pc.get_or_prefill(IDS, ns)) == truth
+        assert struck
+        assert pc.hits == 0
 
 
 # --- layers one by one ------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pion.errors import CommandError, MismatchError
+from pion.errors import CommandError, MismatchError, StorageError
 from pion.store import startup
 from pion.store.engine import Engine
+from pion.store.files import DiskFiles
+from pion.store.index import Index
 
 from .model import F16, words
-from .support import DIM, fetched, fill
+from .support import DIM, crash, fetched, fill
 
 N = 12
 
@@ -114,3 +116,48 @@ def test_b11_caps_hold_before_the_first_answer(lost: Path, caps: dict[str, int])
         assert info["vstore_sessions"] <= caps.get("max_sessions", 1000)
         assert info["vstore_file_bytes"] <= caps.get("max_bytes", 1 << 40)
         assert 0 < info["vstore_entries"] < N + 1
+
+
+@pytest.mark.parametrize("done", ["named", "described"])
+def test_b12_a_kill_between_a_file_and_its_figures_leaves_the_first_ones_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: str
+) -> None:
+    """The index announces an entry before its file gets its name."""
+    copies: list[Path] = []
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        fill(engine, b"old", digest="ab")
+        original = Index.put
+
+        def put(self: Index, key: bytes, figures: object) -> None:
+            if done == "named" and not copies:
+                copies.append(crash(engine.root, tmp_path / "copy"))
+            original(self, key, figures)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Index, "put", put)
+        engine.register(b"new", DIM, F16, rows=1, layers=1)
+        monkeypatch.undo()
+        root = copies[0] if copies else crash(engine.root, tmp_path / "copy")
+    monkeypatch.setattr(startup, "list_directory", lambda *_: None)  # the directory is looked through later
+    with Engine(root, ticker=False) as engine:
+        info = engine.info()
+        assert (info["vstore_entries"], info["registered_prefixes"]) == (2, 2)
+        assert engine.lookup(b"old", digest="ab")
+        assert engine.v_info(b"new_pk")
+
+
+def test_b12_an_entry_that_was_announced_and_never_made_is_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(tmp_path / "data", ticker=False) as engine:
+        monkeypatch.setattr(DiskFiles, "create", _no_file)
+        with pytest.raises(StorageError):
+            engine.register(b"new", DIM, F16)
+        root = crash(engine.root, tmp_path / "copy")
+    monkeypatch.undo()
+    with Engine(root, ticker=False) as engine:
+        assert engine.info()["vstore_entries"] == 0
+    assert not caplog.records
+
+
+def _no_file(*_: object, **__: object) -> int:
+    raise OSError(28, "No space left on device")
