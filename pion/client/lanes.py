@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from pion._core import headrows
 from pion.client.address import Address
 from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, raise_first
@@ -35,6 +36,7 @@ log = logging.getLogger("pion.client")
 
 VARIABLE: Final = "PION_LANE"
 LANES: Final = ("process", "map", "tcp", "export")
+_GROUP: Final = 8 << 20  # bytes of arrays that are made at a time
 _AGAIN: Final = 60.0  # seconds after which a server that refused the lane is asked again
 
 Pairs = list[tuple[Any, Any]]
@@ -188,7 +190,7 @@ def _received(
     ns: str, infos: list[Any], formats: Sides, layout: Layout, count: int,
     ready: Callable[[int, Restorer], None] | None,
 ) -> Steps[Pairs]:  # fmt: skip
-    """One flight: rows of K and of V, layer by layer, and the description of the entry behind them."""
+    """One flight: rows of K and of V, and the description of the entry behind them."""
     layers, sids = layout.cache_len, (f"{ns}_pk".encode(), f"{ns}_pv".encode())
 
     def complete(layer: int) -> None:
@@ -197,34 +199,48 @@ def _received(
 
     restorer = Restorer(layout, count, ready=complete)
 
-    def place(number: int, stored: Any, answer: memoryview) -> None:
-        restorer.place(number % 2, number // 2, stored, answer)
+    # One by one, the layers alternate; a whole side in one answer costs both ends less.
+    order = restorer.places if ready else sorted(restorer.places, key=lambda place: place[1])
+    each = max(1, _GROUP // (restorer.nbytes_each or 1))
+    made = 0
 
+    def home(number: int, nbytes: int) -> Any:
+        """Memory for an answer; arrays are made shortly before their rows arrive, and others while those are placed."""
+        nonlocal made
+        while made <= number and made < len(order):
+            memory = restorer.prepare(order[made : made + each])
+            made += each
+            if memory:
+                worker.submit(headrows.reserve, memory)
+        return receiver(number, nbytes)
+
+    def of_layer(number: int, _bulk: int, nbytes: int) -> Any:
+        return home(number, nbytes)
+
+    def of_side(side: int, bulk: int, nbytes: int) -> Any:
+        return home(side * layers + bulk, nbytes) if bulk < layers else None
+
+    def place(number: int, stored: Any, answer: memoryview) -> None:
+        layer, side = order[number]
+        restorer.place(side, layer, stored, answer)
+
+    asked: list[Command]
+    if ready:
+        asked = [["V.FETCH", sids[side], layer, "RANGE", 0, count, "FMT", "RAW"] for layer, side in order]
+    else:
+        asked = [["V.FETCH", sid, "BATCH", 0, count, layers, "FMT", "RAW"] for sid in sids]
+    outs = {number: functools.partial(of_layer if ready else of_side, number) for number in range(len(asked))}
+    # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
+    infos_behind: list[Command] = [["V.INFO", sid] for sid in sids]
     with ThreadPoolExecutor(1, "pion place") as worker:
         receiver = Receiver(
-            "K and V", 2 * layers, count, layout.kv_dim, place, worker=worker,
-            names=lambda number: f"layer {number // 2} of {'KV'[number % 2]}",
+            "K and V", len(order), count, layout.kv_dim, place, worker=worker,
+            names=lambda number: f"layer {order[number][0]} of {'KV'[order[number][1]]}",
         )  # fmt: skip
-        begun: list[bool] = []
-
-        def home(number: int, _bulk: int, nbytes: int) -> Any:
-            if not begun:  # the first rows are on their way
-                begun.append(True)
-                restorer.prepare()
-                worker.submit(restorer.reserve)
-            return receiver(number, nbytes)
-
-        asked: list[Command] = [
-            ["V.FETCH", sid, layer, "RANGE", 0, count, "FMT", "RAW"] for layer in range(layers) for sid in sids
-        ]
-        # The entry may be replaced at any time: the rows are those of `infos` only if it is the same behind them.
-        asked += [["V.INFO", sid] for sid in sids]
-        outs = {number: functools.partial(home, number) for number in range(2 * layers)}
-        replies = yield Flight(asked, outs)
-        raise_first(replies)
-        interleaved = [fmt for pair in zip(*formats, strict=True) for fmt in pair]
-        wrong = receiver.finish(interleaved)
-    if replies[2 * layers :] != infos:
+        *answers, keys, values = yield Flight(asked + infos_behind, outs)
+        raise_first([*answers, keys, values])
+        wrong = receiver.finish([formats[side][layer] for layer, side in order])
+    if [keys, values] != infos:
         raise IncompleteError("the prefix was replaced while it was fetched")
     if wrong:
         raise IncompleteError(wrong)

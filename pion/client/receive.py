@@ -50,6 +50,7 @@ class Receiver:
         self._got: tuple[int, memoryview, memoryview | None] | None = None
         self._found: dict[int, set[int]] = {}
         self._wrong = ""
+        self._known: dict[tuple[bytes, int], raw.Stored] = {}
 
     def __call__(self, layer: int, nbytes: int) -> Any:
         self._flush()
@@ -86,7 +87,7 @@ class Receiver:
             return
         (layer, answer, home), self._got = self._got, None
         try:
-            stored = raw.parse(answer, home.nbytes if home is not None else None)
+            stored = self._parsed(answer, home.nbytes if home is not None else 0)
             if (stored.start, stored.rows, stored.dim) != (0, self._rows, self._dim):
                 got = f"rows {stored.start} to {stored.start + stored.rows} of {stored.dim} values"
                 raise ValueError(f"{got}, not 0 to {self._rows} of {self._dim}")
@@ -101,6 +102,16 @@ class Receiver:
             self._found[layer] = {segment.fmt for segment in stored.segments if not segment.missing}
         except ValueError as error:
             self._wrong = self._wrong or f"{self._name(layer)}: {error}"
+
+    def _parsed(self, answer: memoryview, body: int) -> raw.Stored:
+        """`raw.parse`, once for answers that begin alike: the layers of a prefix mostly do."""
+        key = bytes(answer[: self._head.nbytes]), answer.nbytes + body
+        found = self._known.get(key)
+        if found is None:
+            found = raw.parse(answer, body)
+            if raw.header_length(len(found.segments)) == self._head.nbytes:
+                self._known[key] = found
+        return found
 
     def finish(self, formats: Sequence[str]) -> str:
         """Place the last layer. What is wrong with what was received; an empty text when nothing is.

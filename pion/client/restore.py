@@ -25,6 +25,9 @@ from pion.wire.raw import Segment, Stored
 
 __all__ = ["ROOM", "Restorer"]
 
+Place = tuple[int, int]
+"""Layer and side; 0 = K, 1 = V."""
+
 ROOM: Final = 256  # tokens that can be appended without a copy: mlx-lm's own step
 
 
@@ -45,36 +48,48 @@ class Restorer:
         self, layout: Layout, count: int, how: str | None = None, ready: Callable[[int], None] | None = None
     ) -> None:
         self._layout, self._count = layout, count
-        self._arrays: dict[tuple[int, int], Any] = {}
+        self._arrays: dict[Place, Any] = {}
         self._mx, _ = mlx_modules()
         self._dtype = getattr(self._mx, layout.dtype)
         self._how = how or metal_kernels.backend() or "cpu"
         self._decoder = Decoder(layout.kv_dim, layout.dtype)
-        self._blank: dict[tuple[int, int], memoryview] = {}  # of arrays that wait for rows
+        self._blank: dict[Place, memoryview] = {}  # of arrays that wait for rows
         self._head_bytes = layout.head_dim * np.dtype(NUMPY[layout.dtype]).itemsize
-        self._placed: set[tuple[int, int]] = set()
+        self._placed: set[Place] = set()
         self._ready = ready
         self._turns: dict[tuple[int, int, float], Any] = {}
 
-    def prepare(self) -> None:
-        """Make the arrays, where rows are decoded on the CPU. Not in the thread of `place`, but in mlx's."""
-        if self._how == "cpu" and not self._arrays and self._layout.cache_len:
-            places, wanted = self._wanted()
-            self._take(places, blank_arrays(wanted))
+    @property
+    def places(self) -> list[Place]:
+        """All (layer, side), the sides of a layer side by side."""
+        return [(layer, side) for layer in range(self._layout.cache_len) for side in (0, 1)]
 
-    def _wanted(self) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], str]]]:
+    @property
+    def nbytes_each(self) -> int:
+        """Bytes of one array."""
+        return int(self._layout.n_kv_heads * (self._count + ROOM) * self._head_bytes)
+
+    def prepare(self, places: Sequence[Place] | None = None) -> list[memoryview]:
+        """Make the arrays of these places, or of all, where rows are decoded on the CPU. In the thread that mlx is used
+        in, which need not be that of `place`.
+
+        Returns:
+            Their memory, for `reserve`.
+        """
+        wanted = [place for place in places or self.places if place not in self._arrays]
+        if self._how != "cpu" or not wanted:
+            return []
+        return self._take(wanted, blank_arrays(self._shapes(wanted)))
+
+    def _shapes(self, places: Sequence[Place]) -> list[tuple[tuple[int, ...], str]]:
         layout = self._layout
         shape = (1, layout.n_kv_heads, self._count + ROOM, layout.head_dim)
-        places = [(layer, side) for layer in range(layout.cache_len) for side in (0, 1)]
-        return places, [(shape, layout.dtype)] * len(places)
+        return [(shape, layout.dtype)] * len(places)
 
-    def _take(self, places: list[tuple[int, int]], made: tuple[list[Any], list[memoryview]]) -> None:
-        self._arrays = dict(zip(places, made[0], strict=True))
-        self._blank = dict(zip(places, made[1], strict=True))
-
-    def reserve(self) -> None:
-        """Get the memory of the arrays from the system, before rows arrive that would wait for it. Any thread."""
-        headrows.reserve(list(self._blank.values()))
+    def _take(self, places: Sequence[Place], made: tuple[list[Any], list[memoryview]]) -> list[memoryview]:
+        self._arrays.update(zip(places, made[0], strict=True))
+        self._blank.update(zip(places, made[1], strict=True))
+        return made[1]
 
     def place_all(self, sides: Sequence[Sequence[tuple[Stored, Sequence[memoryview]]]]) -> None:
         """Place the rows of all layers of K and of V, which are in memory already, by several threads.
@@ -89,7 +104,7 @@ class Restorer:
         if self._how == "cpu" and self._layout.cache_len:
             self._fill(sides)
         if len(self._placed) < 2 * self._layout.cache_len:
-            self.reserve()
+            headrows.reserve(list(self._blank.values()))
         for side, layers in enumerate(sides):
             for layer, (stored, pieces) in enumerate(layers):
                 if (layer, side) not in self._placed:
@@ -97,8 +112,8 @@ class Restorer:
 
     def _fill(self, sides: Sequence[Sequence[tuple[Stored, Sequence[memoryview]]]]) -> None:
         """Make the arrays, and place what is in the words of the model already."""
-        places, wanted = self._wanted()
-        words: dict[tuple[int, int], list[tuple[int, memoryview]]] = {}
+        places = self.places
+        words: dict[Place, list[tuple[int, memoryview]]] = {}
         for layer, side in places:
             stored, pieces = sides[side][layer]
             self._check(layer, stored)
@@ -109,7 +124,7 @@ class Restorer:
             rows = words.get(places[number])
             return [] if rows is None else [(view, rows)]
 
-        self._take(places, filled_arrays(wanted, jobs, self._layout.n_kv_heads, self._head_bytes))
+        self._take(places, filled_arrays(self._shapes(places), jobs, self._layout.n_kv_heads, self._head_bytes))
         self._placed.update(words)
 
     def place_pieces(self, side: int, layer: int, stored: Stored, pieces: Sequence[memoryview]) -> None:
@@ -162,7 +177,7 @@ class Restorer:
     def _lay_out(self, layer: int, side: int, stored: Stored, answer: memoryview) -> None:
         layout, count = self._layout, self._count
         if (layer, side) not in self._blank:
-            self.prepare()
+            self.prepare([(layer, side)])
         if (layer, side) not in self._blank:  # one that the GPU's kernels do not take
             arrays, views = blank_arrays([((1, layout.n_kv_heads, count + ROOM, layout.head_dim), layout.dtype)])
             self._arrays[layer, side], self._blank[layer, side] = arrays[0], views[0]
