@@ -18,6 +18,7 @@ from pion.store import layout
 from pion.store.caps import descriptor_cap
 from pion.store.engine import Engine
 from pion.store.index import Index
+from pion.store.regular import Watch
 
 from .support import fill
 
@@ -130,3 +131,17 @@ def test_an_index_that_was_written_anew_is_not_taken_for_a_damaged_one(
         os.truncate(tmp_path / "pion.index", engine._store.index.size - 3)
         engine._upkeep._upkeep()
         assert "was cut to" in caplog.text
+
+
+def test_a_watch_tells_a_file_in_the_place_of_another_from_one_that_was_overwritten(tmp_path: Path) -> None:
+    """The new one may have the inode number of the old one."""
+    path = tmp_path / "file"
+    path.write_bytes(b"a" * 100)
+    with path.open("r+b") as file:
+        watch = Watch()
+        assert watch.look(file.fileno(), 100, 1) == ""
+        os.pwrite(file.fileno(), b"b" * 100, 0)
+        assert watch.look(file.fileno(), 100, 2) == ""
+        assert watch.look(file.fileno(), 100, 2) == ""
+        os.pwrite(file.fileno(), b"c" * 100, 0)
+        assert watch.look(file.fileno(), 100, 2) == "was cut or overwritten"
