@@ -56,6 +56,7 @@ class Prefixes:
 
         Raises:
             MismatchError: what is there is something else and `replacing` is not set.
+            OutOfMemoryError: the declared rows will never fit under --max-bytes.
         """
         if (declared.rows is None) != (declared.layers is None):
             raise CommandError("ERR ROWS and LAYERS are declared together")
@@ -81,6 +82,7 @@ class Prefixes:
     ) -> Entry:
         key = layout.PREFIX + ns
         sides = _stored(key, asked, declared)
+        self.store.fit(sides, declared)
         if over is not None and over.pinned:  # a pin is on the name; a time to live ends with what it was given to
             declared = replace(declared, pinned=True)
         entry = self.store.create(key, sides, declared, over=over)
@@ -104,6 +106,7 @@ class Prefixes:
         if entry.row_count:  # what is stored stays what it is
             sides = [held or side for held, side in zip(entry.sides, sides, strict=True)]
         if (sides, fresh) != (list(before[0]), before[1]):
+            store.fit(sides, fresh)
             store.make_slots(sum(side is None for side in entry.sides), entry)
             store.recounted(entry, lambda: entry.describe(sides, fresh))
             try:
