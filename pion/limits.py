@@ -62,6 +62,7 @@ COMPACT_DEAD_SHARE: Final = 0.25
 EXPORT_BYTES: Final = 8 * GIB  # of all files of V.EXPORT; and a share of --max-bytes, beside which they stand
 EXPORT_SHARE: Final = 4
 EXPORT_FILES: Final = 64
+LANE_SOCKET: Final = "pion.lane"  # its name in the data directory
 LANE_TICKET_SECONDS: Final = 5.0  # between KV.PREFIX.LANE and the lane's socket
 LANE_TICKETS: Final = 1024  # at a time
 LANE_TICKET_FILES: Final = 64  # of the newest tickets are held open, fewer where the process may open few

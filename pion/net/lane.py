@@ -27,7 +27,7 @@ from pion.net.listeners import open_unix
 
 log = logging.getLogger("pion.net")
 
-NAME: Final = "pion.lane"
+NAME: Final = limits.LANE_SOCKET
 _LONGEST_PATH: Final = 100  # of a Unix socket: 107 bytes on Linux, 103 on macOS
 _SHORT: Final = ("/tmp", "/var/tmp", "/dev/shm")  # tried where TMPDIR is too long for a socket
 _LONGEST_TICKET: Final = 64

@@ -172,7 +172,7 @@ class Prefixes:
             for ns in names:
                 entry = store.find(layout.PREFIX + ns)
                 if entry is not None:
-                    store.drop(entry, "dropped by KV.PREFIX.DROP")
+                    store.drop(entry, f"dropped by KV.PREFIX.DROP{_unfinished(entry)}")
                     dropped += 1
             return dropped
 
@@ -321,6 +321,21 @@ def _different(held: Side, asked: Side) -> list[str]:
 
 def _layer(dim: int, fmt: int) -> str:
     return f"{layout.format_name(fmt)} of {dim}"
+
+
+def _unfinished(entry: Entry) -> str:
+    """What an entry had when it was dropped before it was complete; "" when it was, or that is not known."""
+    declared, rows = entry.declared, entry.rows
+    if rows is None or declared.rows is None or declared.layers is None or (entry.mask == 3 and entry.complete):
+        return ""
+    stored = sum(
+        all(rows.live(side, layer) == declared.rows for side in (layout.KEYS, layout.VALUES))
+        for layer in range(declared.layers)
+    )
+    text = f" before it was complete: {stored} of {declared.layers} layers"
+    if declared.states:
+        text += f" and {sum(number in entry.states for number in range(declared.states))} of {declared.states} states"
+    return f"{text} were stored"
 
 
 def _described(entry: Entry) -> str:
