@@ -8,8 +8,8 @@ copy of what lives. So a write that would take the last room for that copy waits
 (CrowdedError), and no write is refused for its own entry's dead bytes as long as that copy fits under the cap. Nor do
 others go for more of them than the copy takes.
 
-Nobody goes for an entry that can never fit: what is declared to be too large is refused at once, and a record that would
-make its entry alone larger than the cap leaves the others where they are.
+Nobody goes for an entry that can never fit: what is declared to be too large is refused at once, and a record that
+would make its entry alone larger than the cap leaves the others where they are.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Caps:
                 raise self._crowded(keep)
         if not reclaimable and blocks(nbytes) + disk > self.max_bytes:
             raise OutOfMemoryError(
-                f"OOM --max-bytes {self.max_bytes} is less than the {disk + blocks(nbytes)} bytes that this entry alone "
-                "would take: nothing was evicted for it"
+                f"OOM --max-bytes {self.max_bytes} is less than the {disk + blocks(nbytes)} bytes that this entry "
+                "alone would take: nothing was evicted for it"
             )
         while self.totals.disk + self.unlisted + held + grow > self.max_bytes:
             if stays + grow > self.max_bytes or not self._evict(keep, f"--max-bytes {self.max_bytes}"):

@@ -114,8 +114,8 @@ def _export(args: argparse.Namespace) -> None:
 
     if args.file.suffix != cache_files.SUFFIX:
         raise ValueError(
-            f"{args.file}: mlx-lm loads a prompt cache from a name that ends with {cache_files.SUFFIX} (--raw copies the "
-            "entry file, under any name)"
+            f"{args.file}: mlx-lm loads a prompt cache from a name that ends with {cache_files.SUFFIX} (--raw copies "
+            "the entry file, under any name)"
         )
     place = places.place_of(args)
     ns = args.namespace
@@ -174,7 +174,8 @@ def _import(args: argparse.Namespace) -> None:
 
     if _is_entry_file(args.file):
         raise ValueError(
-            f"{args.file} is an entry file of a Pion store, as pion export --raw copies it: import it with --raw --dir DIR"
+            f"{args.file} is an entry file of a Pion store, as pion export --raw copies it: "
+            "import it with --raw --dir DIR"
         )
     file = cache_files.load(args.file)
     said = portable.read_labels(file)
