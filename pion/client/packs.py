@@ -164,8 +164,9 @@ def _wrong(entry: Any) -> str:
         elif name == "backend":
             good, want = value in ("inproc", "pion"), "'inproc' or 'pion'"
         elif name == "namespace":
-            size = len(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else 0
-            good, want = 1 <= size <= MAX_NAMESPACE, f"a text of 1 to {MAX_NAMESPACE} bytes"
+            size = len(value.encode("utf-8", "replace")) if isinstance(value, str) else 0
+            whole = not any("\ud800" <= letter <= "\udfff" for letter in value) if size else False
+            good, want = whole and size <= MAX_NAMESPACE, f"a text of 1 to {MAX_NAMESPACE} bytes"
         elif name in ("digest", "content"):
             good, want = isinstance(value, str), "a text"
         else:

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pion._core import framing, membership
 from pion._core.keyspace import Keyspace, glob_match
 from pion._core.stream import Extents
-from pion.errors import CommandError, MismatchError
+from pion.errors import CommandError, MismatchError, OutOfMemoryError
 from pion.store import layout, loader, writes
 from pion.store.entries import Entry, Payload
 from pion.store.layout import Declared, Side
@@ -82,7 +82,12 @@ class Prefixes:
     ) -> Entry:
         key = layout.PREFIX + ns
         sides = _stored(key, asked, declared)
-        self.store.fit(sides, declared)
+        try:
+            self.store.fit(sides, declared)
+        except OutOfMemoryError as error:
+            if over is None:
+                self.store.remember(key, f"never stored: its REGISTER was refused: {error}")
+            raise
         if over is not None and over.pinned:  # a pin is on the name; a time to live ends with what it was given to
             declared = replace(declared, pinned=True)
         entry = self.store.create(key, sides, declared, over=over)

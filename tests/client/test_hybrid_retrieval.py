@@ -408,7 +408,8 @@ def test_the_manifest_is_read_again_whatever_replaced_it(tmp_path: Path) -> None
     [
         ("encoded_at", "3"), ("encoded_at", None), ("encoded_at", -1), ("encoded_at", 1.5), ("encoded_at", True),
         ("encoded_at", 10**9), ("tokens", True), ("tokens", 0), ("tokens", 10**400), ("namespace", ""),
-        ("namespace", "x" * 1000), ("digest", 5), ("content", None), ("backend", "foo"),
+        ("namespace", "x" * 1000), ("namespace", "\ud800"), ("namespace", 7), ("digest", 5), ("content", None),
+        ("backend", "foo"),
     ],
 )  # fmt: skip
 def test_a_damaged_manifest_is_refused_by_name(hybrid: Any, tmp_path: Path, field: str, value: object) -> None:

@@ -360,6 +360,8 @@ def test_what_is_declared_larger_than_the_cap_is_refused_at_once(tmp_path: Path,
         )
         assert all(engine.lookup(name) for name in names)
         assert engine.info()["vstore_evictions"] == 0
+        if not replace:
+            assert engine.why(ns) == f"never stored: its REGISTER was refused: {refused.value}"
         engine.register(b"later", DIM, F16)  # declared in a second step
         with pytest.raises(OutOfMemoryError, match="bytes of this prefix"):
             engine.register(b"later", DIM, F16, rows=2048, layers=4)
