@@ -185,7 +185,7 @@ class Options:
     dir: str = option("", "Data", "data directory (default: ./pion-<port>)", metavar="PATH", redis="dir")
     memory_only: bool = option(False, "Data", "keep everything in memory, no data directory", _boolean, switch=True)
     appendfsync: str = option(
-        "everysec", "Data", "when writes, of keys and prefixes, reach stable storage", _choice("everysec", "always", "no"),
+        "everysec", "Data", "when keys and prefixes reach stable storage", _choice("everysec", "always", "no"),
         metavar="always|everysec|no", redis="appendfsync",
     )  # fmt: skip
     appendonly: bool = option(
