@@ -99,6 +99,7 @@ compiled = (
     if os.environ.get("PION_NO_CORE") == "1"
     else cythonize(
         extensions,
+        quiet=bool({"-q", "--quiet"} & set(sys.argv)),  # of which file it is at; errors are printed all the same
         shared_utility_qualified_name=SHARED,
         include_path=["build/checked"] if CHECKS else [],
         compiler_directives={"binding": True, "embedsignature": True},

@@ -119,12 +119,18 @@ def banner(options: Options) -> str:
         "listen": ", ".join([*listen, options.unixsocket] if options.unixsocket else listen),
         "data": where,
         "log": f"appendfsync {options.appendfsync}" if options.wal else "off: the ordinary keyspace is not kept",
-        "kv cache": f"on, at most {options.max_sessions} prefixes" if options.kvcache else "off (--kvcache)",
+        "kv cache": _room(options) if options.kvcache else "off (--kvcache)",
         "login": "password" if options.requirepass else "none",
         "movers": str(options.workers),
     }
     width = max(map(len, rows))
     return "\n".join([f"pion-server {__version__}", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+def _room(options: Options) -> str:
+    """How many prefixes fit: each is a session for K and one for V."""
+    sessions = options.max_sessions
+    return f"on, at most {sessions // 2} prefixes (--max-sessions {sessions}; K and V of a prefix count as two)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

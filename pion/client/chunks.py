@@ -109,6 +109,7 @@ class Chunks:
         tokens = len(pack.ids) - pack.encoded_at
         backend = "inproc" if self.server is None else "pion"
         entry: Entry = {"namespace": namespace, "tokens": tokens, "backend": backend, "digest": pack.digest}
+        entry["content"] = _content(pack)
         return {**entry, "encoded_at": pack.encoded_at} if pack.encoded_at else entry
 
     def _encoded(self, ids: np.ndarray[Any, Any], encoded_at: int) -> Rows:
@@ -133,7 +134,11 @@ class Chunks:
         """
         pack = self.known.get(chunk_id)
         if pack is not None and entry is not None:
-            return self._current(chunk_id, pack)
+            if _means(entry, pack):
+                return self._current(chunk_id, pack)
+            del self.known[chunk_id]  # another process ingested something else: the last one counts
+            if self.server is None:
+                raise KeyError(f"{chunk_id!r} was ingested with other tokens by another process: ingest it here too")
         if entry is None and count is None:
             raise KeyError(f"{chunk_id!r} is not in the manifest: ingest it, or pass chunk_token_count=")
         if self.server is None:
@@ -199,6 +204,19 @@ class Chunks:
 def chunk_namespace(chunk_id: str) -> str:
     """Where a chunk that opens a prompt is on the server; packs are found by their digest."""
     return "chunk_" + hashlib.sha256(chunk_id.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _content(pack: Pack) -> str:
+    return hashlib.sha256(pack.ids[pack.encoded_at :].astype("<u4").tobytes()).hexdigest()
+
+
+def _means(entry: Entry, pack: Pack) -> bool:
+    """Whether what the manifest says of an id is this pack, whatever stub and model it was listed with."""
+    if ("encoded_at" in entry) != bool(pack.encoded_at) or entry["tokens"] != len(pack.ids) - pack.encoded_at:
+        return False
+    if "content" in entry:
+        return bool(entry["content"] == _content(pack))
+    return bool(entry.get("digest", pack.digest) == pack.digest)
 
 
 def _pack_namespace(digest: str) -> str:

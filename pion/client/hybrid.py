@@ -111,19 +111,21 @@ class HybridRetrievalCache:
             return chunks.take_in(chunk_id, chunks.checked(token_ids, "the chunk"), 0)
 
     def prepare(
-        self, chunk_id: str, suffix_ids: Any, chunk_token_count: int | None = None
+        self, chunk_id: str, suffix_ids: Any = (), chunk_token_count: int | None = None
     ) -> tuple[list[Any], list[int]]:
         """A cache that holds a chunk, and what is still to be fed to the model.
 
         Args:
             chunk_id: an ingested chunk.
-            suffix_ids: the rest of the prompt. Nothing: the chunk's last token is taken out of the cache and
+            suffix_ids: the rest of the prompt. Nothing, or None: the chunk's last token is taken out of the cache and
                 returned instead, since a model needs a token to go on from.
             chunk_token_count: how many tokens the chunk has, for a process that has no manifest (backend ``"pion"``).
 
         Raises:
             KeyError: the chunk is not known, not in this process (``"inproc"``), or not on the server and its tokens
-                are not known either. In a process that ingested it, it is computed again.
+                are not known either. In a process that ingested it, it is computed again, unless another process has
+                ingested other tokens under its id since: those count.
+            ValueError: the manifest is damaged; the text names it. So in every method.
         """
         started = time.perf_counter()
         with self._lock:
@@ -179,7 +181,7 @@ class HybridRetrievalCache:
             return self._chunks.take_in(chunk_id, np.concatenate([stub.ids, ids]), len(stub.ids))
 
     def prepare_multi(
-        self, chunk_ids: Sequence[str], suffix_ids: Any, max_packs: int = 8, allow_fine_grain: bool = False
+        self, chunk_ids: Sequence[str], suffix_ids: Any = (), max_packs: int = 8, allow_fine_grain: bool = False
     ) -> tuple[list[Any], list[int]]:
         """A cache that holds the stub and these packs in this order, and what is still to be fed to the model.
 
@@ -315,7 +317,9 @@ class HybridRetrievalCache:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def _suffix(self, suffix_ids: Any) -> list[int]:
-        ids: list[int] = (token_array(suffix_ids) if len(suffix_ids) else np.empty(0, "<u4")).tolist()
+        if suffix_ids is None or not len(suffix_ids):
+            return []
+        ids: list[int] = token_array(suffix_ids).tolist()
         return ids
 
     def _movable(self) -> list[Rope | None]:

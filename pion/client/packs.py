@@ -3,10 +3,13 @@
 A *pack* is the K/V of a chunk of tokens that was computed behind a *stub*, an instruction that all packs share. The
 manifest is a JSON file that tells another process which chunks there are::
 
-    {"chunk id": {"namespace": ..., "tokens": n, "backend": "inproc" or "pion", "digest": ..., "encoded_at": position}}
+    {"chunk id": {"namespace": ..., "tokens": n, "backend": "inproc" or "pion", "digest": ..., "content": ...,
+                  "encoded_at": position}}
 
 ``digest`` is `pion.client.identity.prefix_digest` over the model and the tokens, those of the stub included;
-``encoded_at``, of packs only, is the length of the stub.
+``content`` the SHA-256 of the chunk's tokens alone (u32 little endian), so that a process whose stub is another one can
+tell whether an id still means what it took in; ``encoded_at``, of packs only, the position of the chunk's first token
+when it was computed, which is the length of the stub.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import reprlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +31,7 @@ import numpy as np
 from pion.client.caches import PionMlxCompatError, mlx_modules, new_cache
 from pion.client.restore import ROOM
 from pion.client.rotate import Mover
+from pion.limits import MAX_NAMESPACE, MAX_ROWS
 
 __all__ = ["STEP", "Entry", "Manifest", "Pack", "Rows", "assembled", "feed", "plain_cache", "rows_of"]
 
@@ -56,28 +62,31 @@ class Pack:
 class Manifest:
     """The chunks by id; in a file too if there is a path, which several processes may share.
 
+    Every look sees what the last process wrote: the file is read again when it is another one than the one read.
+
     Raises:
-        ValueError: the file is there and is no manifest. It is left as it is.
+        ValueError: the file is there and is no manifest, here and in every method. It is left as it is.
+        OSError: it cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path = None if path is None else Path(path)
-        self._entries = self._read()
+        self._entries: dict[str, Entry] = {}
+        self._seen: tuple[int, int, int] | None = None  # which file `_entries` are from; None: there was none
+        self._current()
 
-    def _read(self) -> dict[str, Entry]:
-        if self._path is None or not self._path.exists():
-            return {}
+    def _current(self) -> dict[str, Entry]:
+        """What is listed now."""
+        if self._path is None:
+            return self._entries
         try:
-            read = json.loads(self._path.read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{self._path} is not a manifest of chunks: {error}") from error
-        fields = {"namespace": str, "tokens": int, "backend": str}
-        if not isinstance(read, dict) or not all(
-            isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in fields.items())
-            for entry in read.values()
-        ):
-            raise ValueError(f"{self._path} is not a manifest of chunks: each one needs {', '.join(fields)}")
-        return read
+            if self._seen is None or _which(self._path.stat()) != self._seen:
+                with self._path.open("rb") as file:
+                    which, text = _which(os.fstat(file.fileno())), file.read()
+                self._entries, self._seen = _parsed(text, self._path), which
+        except FileNotFoundError:
+            self._entries, self._seen = {}, None
+        return self._entries
 
     @contextmanager
     def _alone(self, path: Path) -> Iterator[None]:
@@ -90,14 +99,17 @@ class Manifest:
             change(self._entries)
             return
         with self._alone(self._path):
-            entries = self._read()  # another process may have added to it
+            entries = dict(self._current())  # another process may have changed it
             change(entries)
             with tempfile.NamedTemporaryFile(
                 "w", encoding="utf-8", dir=self._path.parent, prefix=self._path.name, suffix=".tmp", delete=False
             ) as out:
                 json.dump(entries, out, indent=1)
+            if self._path.exists():  # a later time than any before it: an inode number may come back
+                later = max(time.time_ns(), self._path.stat().st_mtime_ns + 1)
+                os.utime(out.name, ns=(later, later))
             Path(out.name).replace(self._path)
-        self._entries = entries
+            self._seen = None
 
     def set(self, chunk_id: str, entry: Entry) -> None:
         """Add or replace a chunk."""
@@ -106,9 +118,7 @@ class Manifest:
 
     def get(self, chunk_id: str) -> Entry | None:
         """What is known of a chunk, also from other processes."""
-        if chunk_id not in self._entries:
-            self._entries = self._read() if self._path is not None else self._entries
-        return self._entries.get(chunk_id)
+        return self._current().get(chunk_id)
 
     def remove(self, chunk_id: str) -> bool:
         """Forget a chunk; whether it was known."""
@@ -118,7 +128,52 @@ class Manifest:
         return known
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._current())
+
+
+def _which(status: os.stat_result) -> tuple[int, int, int]:
+    """What tells one version of the file from the next: each has an inode of its own and a later time."""
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _parsed(text: bytes, path: Path) -> dict[str, Entry]:
+    """The chunks of a manifest file. Raises ValueError."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a manifest of chunks: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} is not a manifest of chunks: it holds no object of chunks by id")
+    for chunk_id, entry in read.items():
+        wrong = _wrong(entry)
+        if wrong:
+            raise ValueError(f"{path} is not a manifest of chunks, or is damaged: {chunk_id!r} has {wrong}")
+    return read
+
+
+def _wrong(entry: Any) -> str:
+    """What keeps a manifest's value from being an entry, in words; "" = nothing."""
+    if not isinstance(entry, dict):
+        return "no fields"
+    for name in ("namespace", "tokens", "backend"):
+        if name not in entry:
+            return f"no {name}"
+    for name, value in entry.items():
+        if name in ("tokens", "encoded_at"):
+            good, want = type(value) is int and 1 <= value <= MAX_ROWS, f"a number from 1 to {MAX_ROWS}"
+        elif name == "backend":
+            good, want = value in ("inproc", "pion"), "'inproc' or 'pion'"
+        elif name == "namespace":
+            size = len(value.encode("utf-8", "replace")) if isinstance(value, str) else 0
+            whole = not any("\ud800" <= letter <= "\udfff" for letter in value) if size else False
+            good, want = whole and size <= MAX_NAMESPACE, f"a text of 1 to {MAX_NAMESPACE} bytes"
+        elif name in ("digest", "content"):
+            good, want = isinstance(value, str), "a text"
+        else:
+            continue  # a later version's
+        if not good:
+            return f"{name} {reprlib.repr(value)}, which is not {want}"
+    return ""
 
 
 def plain_cache(model: Any) -> list[Any]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pion.commands.dispatch import Context
 
 #: The formats published clients know; a text that lists them is matched on, so it does not grow with ours.
-PUBLISHED_FORMATS: Final = "int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32"
+ACCEPTED_FORMATS: Final = "(want int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32), or bf16|fp32"  # begins as published
 HYBRID: Final = "bf16_rope_fp8_body"
 
 

@@ -26,7 +26,7 @@ def lane(ctx: Context, argv: list[bytes]) -> Any:
         raise kv.requires("KV.PREFIX.LANE", "ns_key")
     ns = kv.namespace(ctx, argv[1], bounded=False)
     if not ctx.server.lane:
-        raise CommandError("ERR KV.PREFIX.LANE: this server hands out no files (--lane off)")
+        raise CommandError(f"ERR KV.PREFIX.LANE: this server hands out no files ({ctx.server.no_lane})")
     unix = getattr(ctx.options, "unixsocket", "")
     if not (is_loopback(ctx.conn.peer) or (unix and ctx.conn.laddr == unix)):
         raise CommandError("ERR KV.PREFIX.LANE: only a client on the server's machine can map a file there")

@@ -131,9 +131,7 @@ def register(ctx: Context, argv: list[bytes]) -> Any:
     kv_dim = args.integer(argv[2])
     if not 1 <= kv_dim <= limits.MAX_DIM:
         raise CommandError("ERR kv_dim out of range")
-    unknown = CommandError(
-        f"ERR KV.PREFIX.REGISTER: unknown vquant '{args.text(argv[3][:64])}' (want {kv.PUBLISHED_FORMATS})"
-    )
+    unknown = CommandError(f"ERR KV.PREFIX.REGISTER: unknown vquant '{args.text(argv[3][:64])}' {kv.ACCEPTED_FORMATS}")
     code = kv.stored_format("KV.PREFIX.REGISTER", args.text(argv[3]).lower(), unknown)
     options = _register_options("KV.PREFIX.REGISTER", argv[4:])
     _check_shape(ctx, ns, {kv_dim}, options)

@@ -133,6 +133,7 @@ class ServerState:
         shut_down: called once with `save: bool` by SHUTDOWN.
         port: the bound TCP port.
         lane: path of the socket that hands out descriptors of entry files; empty: there is none.
+        no_lane: why not.
     """
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
@@ -145,6 +146,7 @@ class ServerState:
     engine: Any = None
     port: int = 0
     lane: str = ""
+    no_lane: str = "--lane off"
     maxmemory: int = 0
     maxmemory_policy: str = "noeviction"
     maxclients: int = limits.DEFAULT_MAXCLIENTS

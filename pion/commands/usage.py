@@ -146,7 +146,10 @@ KV.PREFIX.EXPIRE namespace seconds [NX | XX | GT | LT]
 KV.PREFIX.PERSIST namespace
 KV.PREFIX.LEASE namespace milliseconds [OWNER name]
 KV.PREFIX.INFO [namespace]
-KV.PREFIX.LIST [SCOPE scope] [MATCH pattern] cursor
+KV.PREFIX.LIST [SCOPE scope] [MATCH pattern] [COUNT count] cursor
+KV.PREFIX.MATCH scope count hashes [LIMIT limit]
+KV.PREFIX.LANE namespace
+KV.PREFIX.WARM namespace heads head-dim [attend-sid]
 KV.PREFIX.SAVE [path]
 V.CREATE sid (dim [VQUANT format] | [default-dim] SCHEMA layers spec...)
 V.STOREBATCH sid layer start count values [FMT (F32 | F16 | BF16)]
@@ -155,6 +158,7 @@ V.INFO [sid]
 V.SNAPSHOT sid
 V.RESTORE sid snapshot
 V.COMMIT sid snapshot
+V.EXPORT k-sid v-sid start end layers heads head-dim
 SSM.PREFIX.STORE sid layer value
 SSM.PREFIX.FETCH sid layer
 SSM.PREFIX.DROP sid [layer]
@@ -165,7 +169,7 @@ _INTEGERS: Final = frozenset(
     {
         "seconds", "milliseconds", "count", "index", "cursor", "increment", "decrement", "offset", "start", "end",
         "stop", "timeout", "protover", "layers", "layer", "rows", "tokens", "heads", "head-dim", "kv-dim", "dim",
-        "client-id", "numreplicas", "snapshot", "block-size", "token-id",
+        "client-id", "numreplicas", "snapshot", "block-size", "token-id", "limit",
     }
 )  # fmt: skip
 _UNIX: Final = frozenset({"unix-time", "unix-time-ms"})

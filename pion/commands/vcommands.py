@@ -55,7 +55,7 @@ def create(ctx: Context, argv: list[bytes]) -> Any:
 def _uniform_format(name: str) -> int:
     if name == kv.HYBRID:
         raise CommandError(f"ERR V.CREATE: {kv.HYBRID} requires SCHEMA form with per-layer rope=N")
-    unknown = CommandError(f"ERR V.CREATE: unknown VQUANT format '{name[:64]}' (want {kv.PUBLISHED_FORMATS})")
+    unknown = CommandError(f"ERR V.CREATE: unknown VQUANT format '{name[:64]}' {kv.ACCEPTED_FORMATS}")
     return kv.stored_format("V.CREATE", name, unknown)
 
 

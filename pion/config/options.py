@@ -176,7 +176,7 @@ class Options:
     )  # fmt: skip
     ns_prefix: str = option("", "KV cache", "every namespace must start with this", metavar="STR")
     max_sessions: int = option(
-        limits.DEFAULT_MAX_SESSIONS, "KV cache", "prefixes and sessions kept; the least recently used goes first",
+        limits.DEFAULT_MAX_SESSIONS, "KV cache", "sessions kept, two for a prefix (K, V); oldest use goes first",
         _number(1, 1 << 24),
     )  # fmt: skip
     max_bytes: int | None = option(
@@ -185,7 +185,7 @@ class Options:
     dir: str = option("", "Data", "data directory (default: ./pion-<port>)", metavar="PATH", redis="dir")
     memory_only: bool = option(False, "Data", "keep everything in memory, no data directory", _boolean, switch=True)
     appendfsync: str = option(
-        "everysec", "Data", "when the log reaches stable storage", _choice("everysec", "always", "no"),
+        "everysec", "Data", "when keys and prefixes reach stable storage", _choice("everysec", "always", "no"),
         metavar="always|everysec|no", redis="appendfsync",
     )  # fmt: skip
     appendonly: bool = option(

@@ -27,8 +27,9 @@ from pion.net.listeners import open_unix
 
 log = logging.getLogger("pion.net")
 
-NAME: Final = "pion.lane"
+NAME: Final = limits.LANE_SOCKET
 _LONGEST_PATH: Final = 100  # of a Unix socket: 107 bytes on Linux, 103 on macOS
+_SHORT: Final = ("/tmp", "/var/tmp", "/dev/shm")  # tried where TMPDIR is too long for a socket
 _LONGEST_TICKET: Final = 64
 _PATIENCE: Final = 5.0  # seconds that a client may take
 _MODE: Final = 0o700  # of the socket: processes of the same user
@@ -39,7 +40,7 @@ class Lane:
 
     Args:
         wanted: a path, or empty for the data directory (or a directory of mode 0700 of its own, where there is none or
-            its path is too long).
+            its path is too long: below the temporary directory, or where a path is short).
         root: the data directory.
         redeem: ticket to descriptor.
 
@@ -53,7 +54,7 @@ class Lane:
         self._clients = 0
         path = wanted or ("" if root is None else str(root.absolute() / NAME))
         if not wanted and (not path or len(os.fsencode(path)) > _LONGEST_PATH):
-            self._folder = tempfile.mkdtemp(prefix="pion-lane-")  # mode 0700
+            self._folder = _short_folder()
             path = f"{self._folder}/{NAME}"
         self.path = os.path.abspath(path)
         try:
@@ -119,6 +120,22 @@ class Lane:
             await sock.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
         finally:
             os.close(fd)
+
+
+def _short_folder() -> str:
+    """A new directory of mode 0700 in which a socket can stand. Raises StartupError."""
+    why = ""
+    for above in dict.fromkeys([tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), *_SHORT]):
+        if not above:
+            continue
+        if len(os.fsencode(f"{above}/pion-lane-12345678/{NAME}")) > _LONGEST_PATH:
+            why += f"; {above} is too long for the path of a socket"
+            continue
+        try:
+            return tempfile.mkdtemp(prefix="pion-lane-", dir=above)
+        except OSError as error:
+            why += f"; {above}: {error.strerror}"
+    raise StartupError(f"no directory for its socket{why} (--lane PATH names one)")
 
 
 async def _line(sock: trio.socket.SocketType) -> bytes:

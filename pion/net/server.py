@@ -115,7 +115,8 @@ class Server:
         except (errors.StartupError, OSError) as error:
             if wanted:
                 raise errors.StartupError(f"--lane: {error}") from error
-            log.warning("no lane for clients of this machine: %s", error)
+            log.warning("no lane for clients of this machine, they are sent the bytes: %s", error)
+            self.state.no_lane = f"{error}; as with --lane off"
             return
         self.state.lane = self._lane.path
 

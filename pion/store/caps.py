@@ -7,6 +7,9 @@ A session that overwrites its rows leaves dead bytes behind, and they go only wi
 copy of what lives. So a write that would take the last room for that copy waits for the compaction first
 (CrowdedError), and no write is refused for its own entry's dead bytes as long as that copy fits under the cap. Nor do
 others go for more of them than the copy takes.
+
+Nobody goes for an entry that can never fit: what is declared to be too large is refused at once, and a record that
+would make its entry alone larger than the cap leaves the others where they are.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from pion.store.entries import BLOCK, CrowdedError, Entry
 from pion.store.order import Order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pion.store.files import Files
+    from pion.store.layout import Declared, Side
     from pion.store.store import Totals
 
 log = logging.getLogger("pion.store")
@@ -114,11 +120,30 @@ class Caps:
             reclaimable = self._reclaimable(keep, stays)
             if reclaimable and self._copy_now(keep, grow, used, stays):
                 raise self._crowded(keep)
+        if not reclaimable and blocks(nbytes) + disk > self.max_bytes:
+            raise OutOfMemoryError(
+                f"OOM --max-bytes {self.max_bytes} is less than the {disk + blocks(nbytes)} bytes that this entry "
+                "alone would take: nothing was evicted for it"
+            )
         while self.totals.disk + self.unlisted + held + grow > self.max_bytes:
             if stays + grow > self.max_bytes or not self._evict(keep, f"--max-bytes {self.max_bytes}"):
                 if reclaimable and keep is not None:
                     raise self._crowded(keep)
                 raise OutOfMemoryError(self._full())
+
+    def fit(self, sides: Sequence[Side | None], declared: Declared) -> None:
+        """Refuse what can never be complete under --max-bytes, as far as its shape is declared.
+
+        Raises:
+            OutOfMemoryError: its rows take more. Nothing is evicted.
+        """
+        rows, layers = declared.rows or 0, declared.layers or 0
+        nbytes = sum(side.stored_bytes(layer, rows) for side in sides if side is not None for layer in range(layers))
+        if nbytes > self.max_bytes:
+            raise OutOfMemoryError(
+                f"OOM --max-bytes {self.max_bytes} is less than the {nbytes} bytes of this prefix ({layers} layers of "
+                f"{rows} rows): nothing was evicted for it"
+            )
 
     def _copy_now(self, entry: Entry, grow: int, used: int, stays: int) -> bool:
         """Whether an entry is to be compacted before it grows. What it writes may live on: then its copy grows too."""

@@ -293,7 +293,7 @@ class Upkeep:
         if idx is None:
             return
         with store.lock:
-            idx.begin_rewrite()
+            store.with_descriptor(idx.begin_rewrite)
             entries = list(store.entries.values())
         try:
             for i in range(0, len(entries), _SLICE):

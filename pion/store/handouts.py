@@ -6,10 +6,14 @@ few seconds. Whoever shows it gets a descriptor that can only read.
 A file that was handed out is never shortened and never overwritten, since it is only appended to: a compaction writes
 another one, a dropped one loses its name and keeps its blocks as long as somebody maps it. On Linux the kernel can be
 asked whether somebody does (a lease is refused), so that these blocks count like those that slow readers hold.
+
+Tickets cost no descriptors to speak of: the files of the newest few are held open. The file of an older one is opened
+anew when it is shown, which fails with a reason if a compaction has written another one since.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -22,8 +26,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pion import limits
+from pion._core import framing
 from pion.errors import CommandError, TicketError
-from pion.store import layout, loader, reading
+from pion.store import files, layout, loader, reading
+from pion.store.caps import descriptor_cap
 from pion.store.entries import DamagedError, Entry, SessionNotFoundError
 from pion.store.reading import StoredRows
 
@@ -78,7 +84,6 @@ class Offer(NamedTuple):
 class _Ticket(NamedTuple):
     entry: Entry
     generation: int
-    file: FdRef  # also of an entry that a compaction has given another file since
     ends: float
     nbytes: int
 
@@ -90,6 +95,7 @@ class Handouts:
         self._store, self._ledger = store, ledger
         self._lock = threading.Lock()
         self._tickets: OrderedDict[bytes, _Ticket] = OrderedDict()
+        self._files: OrderedDict[bytes, FdRef] = OrderedDict()  # of the newest tickets
 
     def must_wait(self, ns: bytes) -> bool:
         """An offer would read the whole entry first, to compare its checksums: make it in a thread."""
@@ -145,8 +151,11 @@ class Handouts:
         with self._lock:
             self._expire(now)
             if len(self._tickets) >= limits.LANE_TICKETS:
-                self._tickets.popitem(last=False)
-            self._tickets[ticket] = _Ticket(entry, entry.generation, file, now + limits.LANE_TICKET_SECONDS, nbytes)
+                self._files.pop(self._tickets.popitem(last=False)[0], None)
+            if len(self._files) >= min(limits.LANE_TICKET_FILES, descriptor_cap() // 4):
+                self._files.popitem(last=False)
+            self._files[ticket] = file
+            self._tickets[ticket] = _Ticket(entry, entry.generation, now + limits.LANE_TICKET_SECONDS, nbytes)
         return ticket
 
     def _expire(self, now: float) -> None:
@@ -155,28 +164,42 @@ class Handouts:
             if oldest.ends > now:
                 return
             del self._tickets[ticket]
+            self._files.pop(ticket, None)
 
     def redeem(self, ticket: bytes) -> int:
         """A new descriptor, for reading only, of the file that a ticket is for. The ticket is used up.
 
         Raises:
-            TicketError: there is no such ticket (any more), or its entry is gone.
+            TicketError: there is no such ticket (any more), or its entry is gone or written anew.
             OSError: the file could not be opened.
         """
         with self._lock:
             self._expire(time.monotonic())
-            found = self._tickets.pop(ticket, None)
+            found, file = self._tickets.pop(ticket, None), self._files.pop(ticket, None)
         if found is None:
             raise TicketError("no such ticket")
         with self._store.lock:
             if found.entry.gone:
                 raise TicketError("the prefix is gone")
+            held = file if file is not None else self._opened(found)
             fd = self._store.with_descriptor(
-                lambda: read_only(found.file.fileno(), self._store.files.directory, found.entry.path)
+                lambda: read_only(held.fileno(), self._store.files.directory, found.entry.path)
             )
-            self._store.lend(found.generation, found.file)
+            self._store.lend(found.generation, held)
             self._ledger.bytes_served += found.nbytes
         return fd
+
+    def _opened(self, ticket: _Ticket) -> FdRef:
+        """The file of a ticket that was not held open. Raises TicketError or OSError."""
+        store, entry = self._store, ticket.entry
+        if entry.generation == ticket.generation and not loader.intact(store, entry):
+            raise TicketError("the prefix is gone")
+        if entry.generation == ticket.generation:
+            held = store.ref(entry)
+            with contextlib.suppress(framing.FramingError):
+                if files.read_header(held.fileno())[0].generation == ticket.generation:
+                    return held
+        raise TicketError("the file of the prefix was written anew meanwhile: ask again")
 
     def tick(self) -> None:
         """Forget tickets that nobody came with. Once a second."""

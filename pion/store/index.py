@@ -315,7 +315,7 @@ class Index:
 
     def damage(self) -> str:
         """What somebody did to the file, "" = nothing."""
-        return self._watch.look(self._fd, self._size)
+        return self._watch.look(self._fd, self._size, self._seed)
 
     def begin_rewrite(self) -> None:
         """From here on every record also goes to a new file; `rewrite` brings in what is there already."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pion import limits
+from pion.store.caps import descriptor_cap
 
 if TYPE_CHECKING:
     from pion._core.stream import FdRef
@@ -36,7 +37,7 @@ class Lending:
         """A client got a descriptor of this file. Of those lent longest ago it is forgotten when there are too many."""
         self._lent[generation] = ref
         self._lent.move_to_end(generation)
-        if len(self._lent) > limits.LANE_LENT:
+        while len(self._lent) > min(limits.LANE_LENT, descriptor_cap() // 2):
             self._lent.popitem(last=False)
 
     def removed(self, ref: FdRef | None, nbytes: int, generation: int) -> None:

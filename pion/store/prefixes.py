@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pion._core import framing, membership
 from pion._core.keyspace import Keyspace, glob_match
 from pion._core.stream import Extents
-from pion.errors import CommandError, MismatchError
+from pion.errors import CommandError, MismatchError, OutOfMemoryError
 from pion.store import layout, loader, writes
 from pion.store.entries import Entry, Payload
 from pion.store.layout import Declared, Side
@@ -56,6 +56,7 @@ class Prefixes:
 
         Raises:
             MismatchError: what is there is something else and `replacing` is not set.
+            OutOfMemoryError: the declared rows will never fit under --max-bytes.
         """
         if (declared.rows is None) != (declared.layers is None):
             raise CommandError("ERR ROWS and LAYERS are declared together")
@@ -81,6 +82,12 @@ class Prefixes:
     ) -> Entry:
         key = layout.PREFIX + ns
         sides = _stored(key, asked, declared)
+        try:
+            self.store.fit(sides, declared)
+        except OutOfMemoryError as error:
+            if over is None:
+                self.store.remember(key, f"never stored: its REGISTER was refused: {error}")
+            raise
         if over is not None and over.pinned:  # a pin is on the name; a time to live ends with what it was given to
             declared = replace(declared, pinned=True)
         entry = self.store.create(key, sides, declared, over=over)
@@ -104,6 +111,7 @@ class Prefixes:
         if entry.row_count:  # what is stored stays what it is
             sides = [held or side for held, side in zip(entry.sides, sides, strict=True)]
         if (sides, fresh) != (list(before[0]), before[1]):
+            store.fit(sides, fresh)
             store.make_slots(sum(side is None for side in entry.sides), entry)
             store.recounted(entry, lambda: entry.describe(sides, fresh))
             try:
@@ -169,7 +177,7 @@ class Prefixes:
             for ns in names:
                 entry = store.find(layout.PREFIX + ns)
                 if entry is not None:
-                    store.drop(entry, "dropped by KV.PREFIX.DROP")
+                    store.drop(entry, f"dropped by KV.PREFIX.DROP{_unfinished(entry)}")
                     dropped += 1
             return dropped
 
@@ -318,6 +326,21 @@ def _different(held: Side, asked: Side) -> list[str]:
 
 def _layer(dim: int, fmt: int) -> str:
     return f"{layout.format_name(fmt)} of {dim}"
+
+
+def _unfinished(entry: Entry) -> str:
+    """What an entry had when it was dropped before it was complete; "" when it was, or that is not known."""
+    declared, rows = entry.declared, entry.rows
+    if rows is None or declared.rows is None or declared.layers is None or (entry.mask == 3 and entry.complete):
+        return ""
+    stored = sum(
+        all(rows.live(side, layer) == declared.rows for side in (layout.KEYS, layout.VALUES))
+        for layer in range(declared.layers)
+    )
+    text = f" before it was complete: {stored} of {declared.layers} layers"
+    if declared.states:
+        text += f" and {sum(number in entry.states for number in range(declared.states))} of {declared.states} states"
+    return f"{text} were stored"
 
 
 def _described(entry: Entry) -> str:

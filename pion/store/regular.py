@@ -36,19 +36,24 @@ class Watch:
     """Notices when somebody cuts or removes a file that this process only ever appends to."""
 
     def __init__(self) -> None:
-        self._inode = self._at = 0
+        self._which = self._at = 0
         self._seen = b""
 
-    def look(self, fd: int, size: int) -> str:
-        """What happened since the last look, "" = nothing; `size`: bytes that should be there."""
+    def look(self, fd: int, size: int, which: int) -> str:
+        """What happened since the last look, "" = nothing.
+
+        Args:
+            size: bytes that should be there.
+            which: another number for each file that takes the place of one before it; inode numbers come back.
+        """
         info = os.fstat(fd)
         if info.st_nlink == 0:
             return "was removed"
         if info.st_size < size:
             return f"was cut to {info.st_size} bytes"
         # what was written behind a cut leaves a hole in front of it
-        if info.st_ino == self._inode and os.pread(fd, len(self._seen), self._at) != self._seen:
+        if which == self._which and os.pread(fd, len(self._seen), self._at) != self._seen:
             return "was cut or overwritten"
-        self._inode, self._at = info.st_ino, max(0, size - _WATCHED)
+        self._which, self._at = which, max(0, size - _WATCHED)
         self._seen = os.pread(fd, size - self._at, self._at)
         return ""

@@ -354,14 +354,18 @@ class Store(Caps):
             if slot is not None:
                 heapq.heappush(self._free_slots, slot)
         entry.slots = None
-        self.ends[entry.key] = reason
-        self.ends.move_to_end(entry.key)
-        if len(self.ends) > REMEMBERED:
-            self.ends.popitem(last=False)
+        self.remember(entry.key, reason)
         self.release(entry.ref, entry.disk, entry.generation)
         entry.ref = None
         if self.on_drop is not None:
             self.on_drop(entry)
+
+    def remember(self, key: bytes, reason: str) -> None:
+        """Why there is no such entry, for WHY."""
+        self.ends[key] = reason
+        self.ends.move_to_end(key)
+        if len(self.ends) > REMEMBERED:
+            self.ends.popitem(last=False)
 
     def release(self, ref: FdRef | None, nbytes: int, generation: int) -> None:
         """Let go of a removed file; while a reply, a sink or a client that maps it holds it, its blocks count."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pion._core import framing
+from pion.limits import LANE_SOCKET
 from pion.store import index, layout
 from pion.store.files import EXPORT, LOCK, QUARANTINE, TRASH
 from pion.store.regular import open_regular
@@ -273,6 +274,8 @@ class _Check:
                     found(name, None, "an unfinished snapshot; the next start removes it", problem=False)
                 elif name in ("kv", "blob", EXPORT) and not path.is_dir():
                     found(name, None, "is no directory")
+            elif name == LANE_SOCKET and path.is_socket():
+                continue  # of a server that was killed; the next one makes it anew
             elif name == QUARANTINE and path.is_dir():
                 kept = len(os.listdir(path))
                 if kept:

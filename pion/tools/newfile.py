@@ -20,7 +20,7 @@ def new_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Raises:
         FileExistsError: there is one.
-        OSError: it could not be written.
+        OSError: it could not be written; the text names `path`.
     """
     if not replace and os.path.lexists(path):
         raise FileExistsError(f"{path} is there already (--replace writes over it)")
@@ -33,6 +33,11 @@ def new_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
         else:
             _give_name(temporary, path)
         _flush(path.parent)
+    except OSError as error:
+        text = str(error)
+        if str(temporary) not in text:
+            raise
+        raise OSError(text.replace(str(temporary), str(path))) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pion import __version__
+from pion._core import framing
 from pion.errors import CommandError, PionError
 from pion.limits import BUILT_FORMATS
+from pion.store import layout
 from pion.tools import places
 from pion.tools.newfile import new_file
 
@@ -108,15 +110,23 @@ def _export(args: argparse.Namespace) -> None:
         _export_raw(args)
         return
     from pion.client import cache_files, portable
+    from pion.client.errors import PrefixMissError
 
+    if args.file.suffix != cache_files.SUFFIX:
+        raise ValueError(
+            f"{args.file}: mlx-lm loads a prompt cache from a name that ends with {cache_files.SUFFIX} (--raw copies "
+            "the entry file, under any name)"
+        )
     place = places.place_of(args)
+    ns = args.namespace
     try:
-        ns = args.namespace
         before = place.info(ns)
         about = portable.describe(place.why(ns), before, args.heads, place.manifest(ns))
         layers, decoded = portable.export_layers(about, lambda side, layer: place.answer(ns, side, layer, about.rows))
         if place.info(ns) != before:
             raise CommandError("ERR the prefix was replaced while it was read")
+    except (PrefixMissError, CommandError, cache_files.CacheFileError) as error:
+        raise PionError(f"{ns.decode('utf-8', 'backslashreplace')}: {error}") from error
     finally:
         place.close()
     metadata = portable.labels(ns, about, layers, decoded, __version__)
@@ -162,6 +172,11 @@ def _import(args: argparse.Namespace) -> None:
         return
     from pion.client import cache_files, portable
 
+    if _is_entry_file(args.file):
+        raise ValueError(
+            f"{args.file} is an entry file of a Pion store, as pion export --raw copies it: "
+            "import it with --raw --dir DIR"
+        )
     file = cache_files.load(args.file)
     said = portable.read_labels(file)
     arrays = portable.import_arrays(file)
@@ -184,6 +199,15 @@ def _import(args: argparse.Namespace) -> None:
         print("the server keeps nothing over its end")
     if digest is None:
         print("without a digest: found by its namespace, not by PionPromptCache.get_or_prefill")
+
+
+def _is_entry_file(path: Path) -> bool:
+    """Whether a file begins as entry files do. OSError: it cannot be read."""
+    with path.open("rb") as file:
+        try:
+            return bool(framing.read_file_header(file.fileno(), type=layout.ENTRY_TYPE))
+        except framing.FramingError as error:
+            return error.reason == "version"
 
 
 def _committed(place: places.Place) -> bool:

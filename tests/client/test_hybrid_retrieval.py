@@ -15,6 +15,7 @@ import pytest
 from pion import HybridRetrievalCache, PionPromptCache
 from pion.client import agreement, caches
 from pion.client.caches import PionMlxCompatError, pack_rows
+from pion.client.packs import Manifest
 from pion.client.restore import ROOM
 from pion.client.rotate import verified_ropes
 from pion.errors import AuthenticationError
@@ -150,6 +151,8 @@ def test_d15_a_request_of_cached_chunks_alone_goes_on_from_its_last_token(
     with_question, _ = hr.prepare_multi(["b", "a"], ASK)
     count = cache[0].offset
     assert words(cache, count) == words(with_question, count)
+    for nothing in (hr.prepare_multi(["b", "a"]), hr.prepare_multi(["b", "a"], None)):
+        assert (words(nothing[0], count), nothing[1]) == (words(cache, count), rest)
     hr.ingest("doc", A)
     cache, rest = hr.prepare("doc", np.empty(0, np.int32))
     cold = models.greedy(hr.model, caches.prefill(hr.model, A[:-1], None), A[-1:], 8)
@@ -344,6 +347,88 @@ def test_a_manifest_is_shared_and_never_written_over_something_else(hybrid: Any,
         with pytest.raises(ValueError, match="is not a manifest of chunks"):
             hybrid(manifest_path=path)
         assert path.read_text() == text
+
+
+@BACKENDS
+def test_the_last_ingest_of_any_process_counts(hybrid: Any, fresh: None, backend: str, tmp_path: Path) -> None:
+    """Two objects, as two processes: one replaces and evicts what the other knows."""
+    path = tmp_path / "chunks.json"
+    one, two = (packed(hybrid(backend=backend, manifest_path=path)) for _ in range(2))
+    for hr in (one, two):
+        hr.ingest("doc", A)
+        hr.prepare_multi(["a"], ASK)
+    for tokens in (C, A):  # of equal length
+        one.ingest_pack("a", tokens)
+        one.ingest("doc", tokens)
+        wanted = one.prepare_multi(["a"], ASK)[0], one.prepare("doc", ASK)[0]
+        if backend == "inproc":
+            for ask in (lambda: two.prepare_multi(["a"], ASK), lambda: two.prepare("doc", ASK)):
+                with pytest.raises(KeyError, match="ingested with other tokens by another process"):
+                    ask()
+            two.ingest_pack("a", tokens)
+            two.ingest("doc", tokens)
+        got = two.prepare_multi(["a"], ASK)[0], two.prepare("doc", ASK)[0]
+        assert [words(cache, 20) for cache in got] == [words(cache, 20) for cache in wanted]
+    assert one.evict("a")
+    assert not two.has("a")
+    assert two.stats()["chunks_in_manifest"] == 2
+    with pytest.raises(KeyError, match="no pack 'a'"):
+        two.prepare_multi(["a"], ASK)
+    assert two.evict("doc")
+    assert not one.has("doc")
+
+
+def test_processes_with_other_stubs_do_not_take_each_others_packs_for_other_tokens(hybrid: Any, tmp_path: Path) -> None:
+    path = tmp_path / "chunks.json"
+    one, two = packed(hybrid(manifest_path=path)), hybrid(manifest_path=path)
+    two.set_shared_stub([7, 8])
+    two.ingest_pack("a", A)
+    for hr, stub in ((one, STUB), (two, [7, 8]), (one, STUB)):
+        whole = caches.prefill(hr.model, [*stub, *A], None)
+        got = hr.prepare_multi(["a"], ASK)[0]
+        assert mx.allclose(got[1].keys[:, :, : got[1].offset], whole[1].keys[:, :, : got[1].offset], atol=1e-5)
+
+
+def test_the_manifest_is_read_again_whatever_replaced_it(tmp_path: Path) -> None:
+    """Versions of one size that follow each other at once, while inode numbers come back."""
+    path = tmp_path / "chunks.json"
+    writer, reader = Manifest(path), Manifest(path)
+    for number in range(100):
+        for round_ in range(3):
+            entry = {"namespace": f"n{number:03}{round_}", "tokens": 1, "backend": "pion"}
+            writer.set("x", entry)
+            if round_ != 1:
+                assert reader.get("x") == entry
+    path.unlink()
+    assert (reader.get("x"), len(writer)) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("encoded_at", "3"), ("encoded_at", None), ("encoded_at", -1), ("encoded_at", 1.5), ("encoded_at", True),
+        ("encoded_at", 10**9), ("tokens", True), ("tokens", 0), ("tokens", 10**400), ("namespace", ""),
+        ("namespace", "x" * 1000), ("namespace", "\ud800"), ("namespace", 7), ("digest", 5), ("content", None),
+        ("backend", "foo"),
+    ],
+)  # fmt: skip
+def test_a_damaged_manifest_is_refused_by_name(hybrid: Any, tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "chunks.json"
+    hr = packed(hybrid(manifest_path=path))
+    entries = json.loads(path.read_text())
+    entries["b"][field] = value
+    path.write_text(json.dumps(entries))
+    for look in (lambda: hybrid(manifest_path=path), lambda: hr.has("a"), lambda: hr.prepare_multi(["a"], ASK)):
+        with pytest.raises(ValueError, match=rf"chunks\.json is not a manifest .*damaged: 'b' has {field} "):
+            look()
+
+
+def test_a_deep_manifest_is_refused(hybrid: Any, tmp_path: Path) -> None:
+    path = tmp_path / "chunks.json"
+    for text in ("[" * 100_000, '{"x":' * 50_000, "", "\x00"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is not a manifest of chunks"):
+            hybrid(manifest_path=path)
 
 
 def test_threads_share_one_object(hybrid: Any, fresh: None) -> None:

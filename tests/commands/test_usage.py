@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import pion.commands
-from pion.commands import table, usage
+from pion import limits
+from pion.commands import kv, table, usage
 
 assert pion.commands
 
@@ -23,6 +26,18 @@ def test_every_command_with_keys_has_a_line() -> None:
         if record.first:
             kinds = [node["type"] for node in usage.arguments(lines[record.name])]
             assert "key" in kinds or "block" in kinds, record.name
+
+
+def test_every_command_that_takes_arguments_has_a_line() -> None:
+    lines = usage.lines()
+    bare = {"kv.prefix.commit", "kv.prefix.flush", "quit", "debug"}  # DEBUG has none that anybody should use
+    several = {record.name for record in table.walk() if record.arity < 0 and not record.subcommands}
+    assert several - set(lines) == bare
+
+
+def test_every_format_that_is_accepted_is_offered() -> None:
+    offered = set(re.findall(r"[a-z0-9]+", kv.ACCEPTED_FORMATS)) - {"want", "or"}
+    assert offered == set(limits.BUILT_FORMATS)
 
 
 def test_set() -> None:

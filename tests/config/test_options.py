@@ -214,4 +214,6 @@ def test_banner_says_what_is_in_force() -> None:
     text = banner(parse_args(["--memory-only", "--requirepass", "pw", "-p", "7000"], {}))
     assert "127.0.0.1:7000" in text
     assert "memory only" in text
+    text += banner(parse_args(["--memory-only", "--kvcache", "--max-sessions", "20"], {}))
+    assert "on, at most 10 prefixes (--max-sessions 20; K and V of a prefix count as two)" in text
     assert "pw" not in text.replace("password", "")

@@ -11,7 +11,7 @@ CREATE_ARGS = (
 )
 STORE_ARGS = "ERR V.STOREBATCH requires: session_id layer_id start_id count values_blob"
 STORE_OPTION = "ERR V.STOREBATCH: unknown option (expected FMT F16)"
-WANT = "(want int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32)"
+WANT = "(want int8|turbo4|turbo3|turbo2|fp16|fp8|mlx4g32), or bf16|fp32"  # the published text, and ours
 
 CASES = [
     # §1.1 -------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from pion import limits
+from pion.errors import StartupError
+from pion.net import lane
 from pion.testing import server as start_server
 from tests.support.lane import ask, show, told
 from tests.support.raw import Raw, ReplyError
@@ -302,3 +304,33 @@ def test_turned_off(tmp_path: Path) -> None:
         fill(conn, "ns")
         assert "--lane off" in str(conn.call("KV.PREFIX.LANE", "ns"))
         assert not (tmp_path / "pion.lane").exists()
+
+
+def test_a_long_temporary_directory_is_no_reason_to_have_none(tmp_path: Path) -> None:
+    deep = tmp_path / ("t" * 110)
+    deep.mkdir()
+    for where in ({}, {"dir": tmp_path / ("d" * 110)}):
+        with start_server("--kvcache", env={"TMPDIR": str(deep)}, **where) as server, Raw(server.port) as conn:
+            fill(conn, "ns")
+            offer = ask(conn, "ns")
+            os.close(show(offer.path, offer.ticket)[1])
+            folder = os.path.dirname(offer.path)
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        assert not os.path.exists(folder)
+
+
+def test_why_there_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "pion.lane").write_text("mine")
+    with start_server("--kvcache", dir=tmp_path) as server, Raw(server.port) as conn:
+        fill(conn, "ns")
+        why = f"{tmp_path}/pion.lane exists and is not a socket"
+        assert f"this server hands out no files ({why}; as with --lane off)" in str(conn.call("KV.PREFIX.LANE", "ns"))
+        assert f"no lane for clients of this machine, they are sent the bytes: {why}" in server.output
+
+
+def test_no_place_for_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane.tempfile, "tempdir", str(tmp_path / ("t" * 110)))
+    monkeypatch.setattr(lane, "_SHORT", (str(tmp_path / "none"),))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with pytest.raises(StartupError, match=r"too long for the path of a socket; .*none: No such file.*--lane PATH"):
+        lane.Lane("", None, lambda _: -1)

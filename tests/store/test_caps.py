@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pion import limits
 from pion.errors import CommandError, OutOfMemoryError
 from pion.store import compact, startup
 from pion.store.engine import Engine
@@ -339,3 +340,49 @@ def test_b11_files_that_were_not_listed_yet_count(tmp_path: Path, monkeypatch: p
         engine.v_store(b"new_pk", 0, 0, 1024, blob, "F16")
         assert held // 2 < engine.info()["vstore_file_bytes"] <= cap
         assert engine.lookup(b"p3")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_what_is_declared_larger_than_the_cap_is_refused_at_once(tmp_path: Path, replace: bool) -> None:
+    """Both sides count in their stored formats, and nothing goes for it, the entry of that name included."""
+    cap = 1 << 20
+    with Engine(tmp_path / "d", max_bytes=cap, ticker=False) as engine:
+        names = [b"p%d" % i for i in range(6)]
+        for ns in names:
+            fill(engine, ns, rows=64)
+        ns = names[0] if replace else b"large"
+        need = 2 * 4 * 2048 * 2 * DIM
+        with pytest.raises(OutOfMemoryError) as refused:
+            engine.register(ns, DIM, F16, rows=2048, layers=4, digest="ab" * 32, replace=replace)
+        assert str(refused.value) == (
+            f"OOM --max-bytes {cap} is less than the {need} bytes of this prefix (4 layers of 2048 rows): nothing was "
+            "evicted for it"
+        )
+        assert all(engine.lookup(name) for name in names)
+        assert engine.info()["vstore_evictions"] == 0
+        if not replace:
+            assert engine.why(ns) == f"never stored: its REGISTER was refused: {refused.value}"
+        engine.register(b"later", DIM, F16)  # declared in a second step
+        with pytest.raises(OutOfMemoryError, match="bytes of this prefix"):
+            engine.register(b"later", DIM, F16, rows=2048, layers=4)
+        engine.register(b"small", DIM, limits.FORMATS["turbo2"], rows=2048, layers=4)  # the stored bytes count
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_record_that_makes_its_entry_larger_than_the_cap_evicts_nobody(tmp_path: Path, streamed: bool) -> None:
+    cap = 1 << 20
+    with Engine(tmp_path / "d", max_bytes=cap, ticker=False) as engine:
+        for i in range(4):
+            fill(engine, b"p%d" % i, rows=256)
+        engine.register(b"undeclared", DIM, F16)
+        blob = words(1, cap // (2 * DIM), DIM, F16)
+        refused = rf"^OOM --max-bytes {cap} is less than the \d+ bytes that this entry alone would take"
+        with pytest.raises(OutOfMemoryError, match=refused):
+            if streamed:
+                engine.v_store_open(b"undeclared_pk", 0, 0, cap // (2 * DIM), len(blob))
+            else:
+                engine.v_store(b"undeclared_pk", 0, 0, cap // (2 * DIM), blob, "F16")
+        assert all(engine.lookup(b"p%d" % i) for i in range(4))
+        with pytest.raises(OutOfMemoryError, match=refused):  # or in steps, once the others are gone
+            for layer in range(80):
+                engine.v_store(b"undeclared_pk", layer, 0, 128, blob[: 128 * 2 * DIM], "F16")

@@ -235,7 +235,18 @@ def test_why_remembers_the_end(engine: Engine) -> None:
     assert engine.why(b"ns").startswith("never")
     fill(engine, b"ns")
     engine.drop(b"ns")
-    assert engine.why(b"ns").startswith("dropped")
+    assert engine.why(b"ns") == "dropped by KV.PREFIX.DROP"
+    engine.register(b"ns", 8, F16)
+    engine.drop(b"ns")
+    assert engine.why(b"ns") == "dropped by KV.PREFIX.DROP"  # nothing was declared
+    engine.register(b"ns", 8, F16, rows=3, layers=4, states=2)
+    for layer, sides in enumerate((b"kv", b"kv", b"k")):
+        for side in sides:
+            engine.v_store(b"ns_p%c" % side, layer, 0, 3, bytes(3 * 16), "F16")
+    engine.ssm_store(b"ns", 1, b"state")
+    engine.drop(b"ns")
+    wanted = "dropped by KV.PREFIX.DROP before it was complete: 2 of 4 layers and 1 of 2 states were stored"
+    assert engine.why(b"ns") == wanted
     fill(engine, b"ns")
     assert engine.why(b"ns").startswith("hit")
 

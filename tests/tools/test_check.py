@@ -166,7 +166,13 @@ def test_a_server_holds_the_directory(tmp_path: Path, capsys: pytest.CaptureFixt
         assert f"{tmp_path / 'data'} is in use by the process {process.pid}" in out.err
         assert out.out == ""
         process.kill()
+    assert (tmp_path / "data/pion.lane").is_socket()
     assert main(["check", str(tmp_path / "data")]) == 0
+    assert "pion.lane" not in capsys.readouterr().out
+    (tmp_path / "data/pion.lane").unlink()
+    (tmp_path / "data/pion.lane").write_text("mine")
+    assert main(["check", str(tmp_path / "data")]) == 0
+    assert "note: pion.lane: not of this data directory" in capsys.readouterr().out
 
 
 def test_two_servers_on_one_directory(tmp_path: Path) -> None:

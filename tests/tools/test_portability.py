@@ -198,7 +198,9 @@ def test_b7_only_complete_prefixes_are_exported(
     for ns, why in expected.items():
         path = tmp_path / f"{ns}.safetensors"
         assert export_main(["--port", str(port), ns, str(path)]) == 1
-        assert why in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert why in said
+        assert said.startswith(f"pion export: {ns}: ")
         assert list(tmp_path.iterdir()) == []
     assert export_main(["--port", str(port), "flat", str(tmp_path / "flat.safetensors"), "--heads", "3"]) == 1
     export(servers[0], "flat", tmp_path / "flat.safetensors", "--heads", 4)
@@ -219,8 +221,11 @@ def test_a_file_is_written_as_a_whole_and_not_over_another_one(
     assert export_main([*port, "whole", str(path), "--replace"]) == 0
     assert len(load(path)[0]) == 3
     assert export_main([*port, "whole", str(tmp_path / "x.bin")]) == 1
-    assert "ends with .safetensors" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"pion export: {tmp_path}/x.bin: mlx-lm loads a prompt cache from a name")
     assert export_main([*port, "whole", str(tmp_path / "no" / "x.safetensors")]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/no/x.safetensors" in said
+    assert "/.x." not in said
     assert [item.name for item in tmp_path.iterdir()] == ["x.safetensors"]
     assert export_main(["--dir", str(tmp_path), "whole", str(tmp_path / "y.safetensors")]) == 1
     assert "is no data directory" in capsys.readouterr().err

@@ -43,7 +43,9 @@ def path_of(root: Path, ns: str) -> Path:
 
 
 @pytest.mark.parametrize("vquant", ["native", "turbo4", "int8", "mlx4g32"])
-def test_b12_an_entry_moves_between_two_servers_byte_for_byte(tmp_path: Path, vquant: str) -> None:
+def test_b12_an_entry_moves_between_two_servers_byte_for_byte(
+    tmp_path: Path, vquant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other, file = tmp_path / "one", tmp_path / "other", tmp_path / "prefix.pion"
     with start_server("--kvcache", dir=one) as a, Client(port=a.port) as client:
         client.call("KV.PREFIX.REGISTER", "parent", 64, "fp16")
@@ -69,6 +71,10 @@ def test_b12_an_entry_moves_between_two_servers_byte_for_byte(tmp_path: Path, vq
             assert client.call("KV.PREFIX.LIST", "SCOPE", "s", "0")[1] == [b"ns"]
             end()
     assert path_of(other, "ns").read_bytes() == file.read_bytes()
+    capsys.readouterr()
+    assert import_main(["--dir", str(other), str(file)]) == 1
+    assert f"{file} is an entry file of a Pion store" in (said := capsys.readouterr().err)
+    assert "import it with --raw --dir DIR" in said
 
 
 def test_b12_a_file_copied_by_hand_is_adopted_at_start(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class KeyspaceStore:
         self._remove_orphans()
         self.keyspace.attach_log(self.log_fd, offset, seed, policy=self._policy, blob_fd=self.blob_fd, codec=objects)
         end_sync(self.keyspace, written(self.keyspace))
-        self._log_watch.look(self.log_fd, self.keyspace.log_bytes)
+        self._log_watch.look(self.log_fd, self.keyspace.log_bytes, self.number)
         self._wanted = not self.recovery.clean
         self._worker = ThreadPoolExecutor(1, "pion-keyspace")
 
@@ -256,7 +256,7 @@ class KeyspaceStore:
         if self.rewriting or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_EVERY
-        what = self._log_watch.look(self.log_fd, self.keyspace.log_bytes)
+        what = self._log_watch.look(self.log_fd, self.keyspace.log_bytes, self.number)
         if what:
             log.error("pion.wal.%d %s under the running server: everything is written anew", self.number, what)
             self.request_rewrite()
