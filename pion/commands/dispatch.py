@@ -66,14 +66,22 @@ class Context:
         return int(self.engine.keyspace.now_ms)
 
     async def in_thread(self, fn: Any, *args: Any) -> Any:
-        """Runs a blocking call without holding up other connections.
+        """Runs a blocking call without holding up other connections."""
+        return await self._away(self.server.to_thread, fn, args)
+
+    async def computed(self, fn: Any, *args: Any) -> Any:
+        """The same for a call that keeps a core busy: it waits until one is free."""
+        return await self._away(self.server.to_compute, fn, args)
+
+    async def _away(self, to_thread: Any, fn: Any, args: tuple[Any, ...]) -> Any:
+        """Runs a call in a thread.
 
         What it raises comes back in a list that is emptied here. Raised through the thread's machinery, or returned, it
         would be in a reference cycle with the frames of its traceback and those that called them, and hold their
         arguments, files among them, until the next garbage collection.
         """
         failed: list[Exception] = []
-        value = await self.server.to_thread(_attempt, failed, fn, args)
+        value = await to_thread(_attempt, failed, fn, args)
         if not failed:
             return value
         error = failed.pop()
@@ -113,6 +121,7 @@ class Dispatcher:
         self.server.engine = engine
         if options is not None:
             self.server.bound_memory(options.maxmemory, options.maxmemory_policy)
+            self.server.attention.configure(options)
             self.server.slowlog.threshold_us = options.slowlog_log_slower_than
             self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pion import errors, limits
 from pion.commands import args, kv, schema
+from pion.commands.attention import NO_METAL
 from pion.commands.table import command
 from pion.errors import CommandError
 from pion.wire.resp import OK, Simple
@@ -362,9 +363,26 @@ def flush(ctx: Context, argv: list[bytes]) -> Any:
     "Loads a prefix into the attention engine.", "O(N) for N rows",
 )  # fmt: skip
 def warm(ctx: Context, argv: list[bytes]) -> Any:
-    """`ns H D [attend_sid]`: refused without an attention engine."""
+    """`ns H D [attend_sid]` -> +layers, and ` skipped_dim=k` behind it when k layers are not D wide by a whole number.
+
+    H is the number of heads of K and V; where H * D is not what is stored, as many heads of D as are there.
+    """
     kv.engine(ctx)
     if len(argv) < 4:
         raise kv.requires("KV.PREFIX.WARM", "ns_key H D")
-    kv.namespace(ctx, argv[1])
-    raise CommandError("ERR Metal attention not available (start with --metal-attention)")
+    ns = kv.namespace(ctx, argv[1])
+    heads, dim = args.integer(argv[2]), args.integer(argv[3])
+    if not (1 <= heads <= limits.ATTEND_MAX_HEADS and 1 <= dim <= limits.ATTEND_MAX_HEAD_DIM):
+        raise CommandError(f"ERR invalid H/D (1..{limits.ATTEND_MAX_HEADS} / 1..{limits.ATTEND_MAX_HEAD_DIM})")
+    ctx.server.attention.require(NO_METAL)
+    if not all(ctx.engine.v_exists(ns + side) for side in (b"_pk", b"_pv")):
+        raise CommandError("ERR KV.PREFIX.WARM namespace not registered (call KV.PREFIX.REGISTER first)")
+    sid = argv[4] if len(argv) > 4 and argv[4] else ns
+    if len(sid) > limits.MAX_SID:
+        raise CommandError(f"ERR session_id length must be 1..{limits.MAX_SID}")
+    return _warmed(ctx, ns, heads, dim, sid)
+
+
+async def _warmed(ctx: Context, ns: bytes, heads: int, dim: int, sid: bytes) -> Any:
+    layers, skipped = await ctx.computed(ctx.server.attention.warm, ctx.engine, ns, heads, dim, sid)
+    return Simple(b"%d skipped_dim=%d" % (layers, skipped) if skipped else b"%d" % layers)

@@ -23,6 +23,7 @@ import trio
 
 from pion import errors, limits
 from pion._core.plane import PENDING, Conn, Plane
+from pion.attention.choice import refusal
 from pion.auth import Authenticator
 from pion.commands import Dispatcher, ServerState, table
 from pion.commands.commits import Flushed
@@ -67,6 +68,8 @@ class Server:
     async def run(self, task_status: trio.TaskStatus[int]) -> None:
         """Serves until `stopping` is set; reports the bound TCP port (0 without one) once connections are accepted."""
         options = self.options
+        if (why := refusal(options.attention_mode)) is not None:
+            raise errors.StartupError(f"--attention {options.attention_mode}: {why}")
         sys.setswitchinterval(0.0005)  # one busy Python handler must not keep the plane waiting for 5 ms
         fds = raise_descriptor_limit(options.maxclients + limits.DEFAULT_MAX_SESSIONS)
         reserved = max(RESERVED_FDS, fds // 4 + 96)
@@ -163,6 +166,7 @@ class Server:
         state.port = port
         state.to_thread = trio.to_thread.run_sync
         state.to_waiting_thread = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(WAITERS))
+        state.to_compute = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(os.cpu_count() or 1))
         state.new_event = trio.Event
         state.shut_down = self._shut_down
 
