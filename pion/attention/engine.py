@@ -1,17 +1,12 @@
-"""K/V by session and layer, and attention over it.
+"""K/V by session and layer, and attention over it: the slots, a backend, and what queries mean.
 
-Three states, as on the wire (section 5.8): a layer is *warm* (its K/V are in memory), *cold* (they went for others and
-only its shape is remembered: WARM, or a store, brings it back) or *missing*. Warm layers are bounded in number and in
-bytes; the least recently used goes first. Nothing here survives the process.
+Nothing here survives the process.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,37 +14,16 @@ from numpy.typing import NDArray
 from pion import limits
 from pion.attention import select
 from pion.attention.backends import Backend, make
+from pion.attention.fold import Fold, Map
 from pion.attention.merge import F32, Part, merge, with_sinks
-from pion.errors import AttentionMissError, ColdMissError
+from pion.attention.slots import COLD, HIT, MISS, Layer, Shape, Slots
 
 __all__ = ["COLD", "HIT", "MISS", "AttentionEngine", "supported"]
-
-HIT: Final = "HIT"
-COLD: Final = "COLD"
-MISS: Final = "MISS"
-
-_TABLES: Final = 2  # block tables kept of a layer: a client asks with one block size and one selector
-Key = tuple[bytes, int]
-Shape = tuple[int, int, int]
-Map = NDArray[np.int64]
 
 
 def supported(dim: int) -> bool:
     """Whether heads may have this size."""
     return 0 < dim <= limits.ATTEND_MAX_HEAD_DIM and dim % limits.ATTEND_HEAD_DIM_STEP == 0
-
-
-@dataclass(eq=False, slots=True)
-class _Layer:
-    """One warm layer. `held` never changes, so a query goes on with it whatever happens to the table meanwhile."""
-
-    shape: Shape
-    held: Any
-    tables: OrderedDict[tuple[int, str], tuple[F32, ...]] = field(default_factory=OrderedDict)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.held.nbytes) + sum(array.nbytes for table in self.tables.values() for array in table)
 
 
 class AttentionEngine:
@@ -75,12 +49,7 @@ class AttentionEngine:
     ) -> None:
         self.backend: Backend = make(backend, half)
         self.half, self.window = half, window
-        self.warm_slots, self.cold_slots, self.max_bytes = warm_slots, cold_slots, max_bytes
-        self._lock = threading.Lock()
-        self._warm: OrderedDict[Key, _Layer] = OrderedDict()  # the least recently used first
-        self._cold: OrderedDict[Key, Shape] = OrderedDict()
-        self._bytes = 0
-        self._demotions = self._rehydrates = self._queries = 0
+        self.slots = Slots(warm_slots, cold_slots, max_bytes)
 
     # --- the table ----------------------------------------------------------------------------------------------------
 
@@ -100,98 +69,31 @@ class AttentionEngine:
         if not supported(dim):
             raise ValueError(f"unsupported D? supported: {limits.ATTEND_HEAD_DIMS}")
         size = 2 * heads * count * dim * (2 if self.half else 4)
-        if size > self.max_bytes:
-            raise ValueError(f"{size} bytes are more than --attend-max-bytes {self.max_bytes}")
+        if size > self.slots.max_bytes:
+            raise ValueError(f"{size} bytes are more than --attend-max-bytes {self.slots.max_bytes}")
         if self.half and not (np.abs(k).max() <= limits.FP16_MAX and np.abs(v).max() <= limits.FP16_MAX):
             raise ValueError(f"values beyond {limits.FP16_MAX:g} do not fit into half precision")
-        made = _Layer(shape, self.backend.hold(k, v))
-        key = (sid, layer)
-        with self._lock:
-            if self._cold.pop(key, None) is not None:
-                self._rehydrates += 1
-            self._forget(key)
-            self._make_room(1, made.nbytes)
-            self._warm[key] = made
-            self._bytes += made.nbytes
-
-    def _forget(self, key: Key) -> bool:
-        layer = self._warm.pop(key, None)
-        if layer is not None:
-            self._bytes -= layer.nbytes
-        return layer is not None
-
-    def _make_room(self, slots: int, nbytes: int) -> None:
-        while self._warm and (len(self._warm) + slots > self.warm_slots or self._bytes + nbytes > self.max_bytes):
-            key, layer = self._warm.popitem(last=False)
-            self._bytes -= layer.nbytes
-            self._cold[key] = layer.shape
-            self._demotions += 1
-            while len(self._cold) > self.cold_slots:
-                self._cold.popitem(last=False)
+        self.slots.put((sid, layer), Layer(shape, self.backend.hold(k, v)))
 
     def lookup(self, sid: bytes, layer: int) -> str:
         """`HIT` (warm), `COLD` or `MISS`. No use is noted."""
-        with self._lock:
-            key = (sid, layer)
-            return HIT if key in self._warm else COLD if key in self._cold else MISS
+        return self.slots.state((sid, layer))
 
     def shape(self, sid: bytes, layer: int) -> Shape | None:
         """(H, N, D) of a layer that is warm or cold."""
-        with self._lock:
-            found = self._warm.get((sid, layer))
-            return found.shape if found is not None else self._cold.get((sid, layer))
+        return self.slots.shape((sid, layer))
 
     def drop(self, sid: bytes) -> int:
         """Forget all layers of a session, warm and cold; how many there were."""
-        with self._lock:
-            warm = [key for key in self._warm if key[0] == sid]
-            cold = [key for key in self._cold if key[0] == sid]
-            for key in warm:
-                self._forget(key)
-            for key in cold:
-                del self._cold[key]
-            return len(warm) + len(cold)
+        return self.slots.drop(sid)
 
     def layers(self, sid: bytes) -> dict[int, tuple[str, Shape]]:
         """State and shape of each layer of a session."""
-        with self._lock:
-            found = {key[1]: (HIT, layer.shape) for key, layer in self._warm.items() if key[0] == sid}
-            found |= {key[1]: (COLD, shape) for key, shape in self._cold.items() if key[0] == sid}
-        return dict(sorted(found.items()))
+        return self.slots.of(sid)
 
     def info(self) -> dict[str, int | str]:
         """Figures: slots, bytes, what moved, and the backend."""
-        with self._lock:
-            return {
-                "sdpa_warm": len(self._warm),
-                "sdpa_cold": len(self._cold),
-                "sdpa_demotions": self._demotions,
-                "sdpa_rehydrates": self._rehydrates,
-                "sdpa_warm_bytes": self._bytes,
-                "sdpa_queries": self._queries,
-                "sdpa_backend": self.backend.name,
-                "sdpa_device": self.backend.device,
-            }
-
-    def _use(self, sid: bytes, layer: int, heads: int, dim: int) -> _Layer:
-        """The layer for a query.
-
-        Raises:
-            ColdMissError: cold.
-            AttentionMissError: missing, or of another shape.
-        """
-        key = (sid, layer)
-        with self._lock:
-            found = self._warm.get(key)
-            if found is None:
-                if key in self._cold:
-                    raise ColdMissError
-                raise AttentionMissError
-            if (found.shape[0], found.shape[2]) != (heads, dim):
-                raise AttentionMissError
-            self._warm.move_to_end(key)
-            self._queries += 1
-            return found
+        return {**self.slots.info(), "sdpa_backend": self.backend.name, "sdpa_device": self.backend.device}
 
     def _first(self, count: int, window: int) -> int:
         """The first position that a window leaves: -1 = the engine's own, 0 = none."""
@@ -214,7 +116,7 @@ class AttentionEngine:
         Raises (this and the following): ColdMissError, AttentionMissError, ValueError.
         """
         heads, _, dim = q.shape
-        found = self._use(sid, layer, heads, dim)
+        found = self.slots.use((sid, layer), heads, dim)
         part = self.backend.dense(found.held, _scaled(q), self._first(found.shape[1], window))
         return with_sinks(part, _sinks(sinks, q.shape))
 
@@ -246,8 +148,8 @@ class AttentionEngine:
         kv_heads, suffix, _ = k_suf.shape
         if k_suf.shape != v_suf.shape or k_suf.shape[2] != dim:
             raise ValueError(f"q {q.shape}, k_suf {k_suf.shape} and v_suf {v_suf.shape} do not fit")
-        fold = _Fold(head_map, heads, kv_heads)
-        found = self._use(sid, layer, kv_heads, dim)
+        fold = Fold(head_map, heads, kv_heads)
+        found = self.slots.use((sid, layer), kv_heads, dim)
         queries = fold.inward(_scaled(q))
         parts = [self.backend.dense(found.held, queries, self._first(found.shape[1], window))]
         if suffix:
@@ -284,7 +186,7 @@ class AttentionEngine:
         heads, dim = q.shape
         if indices.shape[0] != heads or counts.shape != (heads,):
             raise ValueError(f"q {q.shape}, indices {indices.shape} and counts {counts.shape} do not fit")
-        found = self._use(sid, layer, heads, dim)
+        found = self.slots.use((sid, layer), heads, dim)
         first, count = self._first(found.shape[1], window), found.shape[1]
         where = [row[: int(used)].astype(np.int64) for row, used in zip(indices, counts, strict=True)]
         where = [row[(row >= first) & (row < count)] for row in where]
@@ -332,8 +234,8 @@ class AttentionEngine:
         heads, dim = q.shape
         if block < 1 or k_top < 1 or selector not in select.SELECTORS:
             raise ValueError(f"block {block}, k_top {k_top} and selector {selector!r} are not possible")
-        fold = _Fold(head_map, heads, h_kv)
-        found = self._use(sid, layer, h_kv, dim)
+        fold = Fold(head_map, heads, h_kv)
+        found = self.slots.use((sid, layer), h_kv, dim)
         count = found.shape[1]
         first = self._first(count, window)
         queries = _scaled(q)
@@ -359,7 +261,7 @@ class AttentionEngine:
         return out[:, 0], _mass(lse[:, 0], full[:, 0])
 
     def _blocks(
-        self, found: _Layer, queries: F32, head_map: Map, block: int, k_top: int, selector: str
+        self, found: Layer, queries: F32, head_map: Map, block: int, k_top: int, selector: str
     ) -> Sequence[int]:
         count = -(-found.shape[1] // block)
         if k_top >= count:
@@ -369,71 +271,26 @@ class AttentionEngine:
             return select.best(select.quest_scores(queries, head_map, *table), k_top)
         return select.best(select.mean_scores(queries, head_map, *table), k_top)
 
-    def _table(self, found: _Layer, block: int, selector: str) -> tuple[F32, ...]:
+    def _table(self, found: Layer, block: int, selector: str) -> tuple[F32, ...]:
         """What the selector needs of each block; computed at the first query of a layer."""
-        with self._lock:
-            table = found.tables.get((block, selector))
-        if table is not None:
-            return table
-        backend = self.backend
-        made = backend.extremes(found.held, block) if selector == select.QUEST else (backend.means(found.held, block),)
-        with self._lock:
-            warm = any(layer is found for layer in self._warm.values())
-            before = found.nbytes
-            if warm and before + sum(array.nbytes for array in made) <= self.max_bytes:
-                while len(found.tables) >= _TABLES:
-                    found.tables.popitem(last=False)
-                found.tables[(block, selector)] = made
-                self._bytes += found.nbytes - before
-                self._make_room(0, 0)
-        return made
+        table = self.slots.table(found, (block, selector))
+        if table is None:
+            backend = self.backend
+            table = (
+                backend.extremes(found.held, block) if selector == select.QUEST else (backend.means(found.held, block),)
+            )
+            self.slots.keep_table(found, (block, selector), table)
+        return table
 
     def _one(self, part: Part, sink: F32 | None) -> Part:
         """`with_sinks` for one query a head."""
         out, lse = with_sinks((part[0][:, None], part[1][:, None]), sink)
         return out[:, 0], lse[:, 0]
 
-    def _all(self, found: _Layer, queries: F32, first: int, sink: F32 | None) -> F32:
+    def _all(self, found: Layer, queries: F32, first: int, sink: F32 | None) -> F32:
         """The lse over all keys that a query could see."""
         sums = self.backend.sums(found.held, queries, first)
         return with_sinks((np.zeros((*sums.shape, 1), np.float32), sums), sink)[1]
-
-
-class _Fold:
-    """Query heads that share a head of K/V become rows of it, so that nothing of K/V is repeated.
-
-    Args:
-        head_map: (H_q,) the head of K/V of each query head; heads need not have the same number.
-    """
-
-    def __init__(self, head_map: NDArray[Any], heads: int, kv_heads: int) -> None:
-        self.head_map: Map = np.asarray(head_map, np.int64)
-        if self.head_map.shape != (heads,) or self.head_map.min() < 0 or self.head_map.max() >= kv_heads:
-            raise ValueError(f"head_map must be {heads} heads below {kv_heads}")
-        each = np.bincount(self.head_map, minlength=kv_heads)
-        self.share = int(each.max())
-        self.kv_heads = kv_heads
-        order = np.argsort(self.head_map, kind="stable")
-        place = np.empty(heads, np.int64)
-        place[order] = np.arange(heads) - np.repeat(np.cumsum(each) - each, each)
-        self._place = place
-        self._plain = bool((order == np.arange(heads)).all() and (each == self.share).all())
-
-    def inward(self, q: F32) -> F32:
-        """(H_q, M, D) to (H_kv, share * M, D); rows that no head fills are zeros."""
-        _, rows, dim = q.shape
-        if not self._plain:
-            wide = np.zeros((self.kv_heads, self.share, rows, dim), np.float32)
-            wide[self.head_map, self._place] = q
-            q = wide
-        return q.reshape(self.kv_heads, self.share * rows, dim)
-
-    def outward(self, part: Part) -> Part:
-        """The answer for such rows by query head: (H_q, M, D) and (H_q, M)."""
-        out, lse = part
-        dim = out.shape[2]
-        out, lse = out.reshape(self.kv_heads, self.share, -1, dim), lse.reshape(self.kv_heads, self.share, -1)
-        return out[self.head_map, self._place], lse[self.head_map, self._place]
 
 
 def _scaled(q: F32) -> F32:

@@ -7,120 +7,20 @@ thread; arrays are made and computed with in another one, unless it is less work
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from pion import limits
 from pion.commands import args, kv
+from pion.commands import attend_args as given
 from pion.commands.attention import NO_ENGINE, NO_METAL
 from pion.commands.table import command
-from pion.errors import AttentionMissError, ColdMissError, CommandError
+from pion.errors import AttentionMissError, CommandError
 from pion.wire.resp import OK, Simple
 
 if TYPE_CHECKING:
     from pion.commands.dispatch import Context
 
-_WORDS: Final = (b"WITHMASS", b"WITHLSE")
 _NO_D: Final = "session not found, or unsupported D"
-
-
-class _Rest(NamedTuple):
-    """What may stand behind the required arguments: `[fa_window [selector]]`, and in any place our options."""
-
-    window: int
-    quest: bool
-    words: frozenset[bytes]
-    sinks: bytes | None
-
-
-def _rest(argv: Sequence[bytes], *, strict: bool = True) -> _Rest:
-    """Read it.
-
-    Args:
-        strict: whether fa_window must be an integer; QUERY takes any text, for the engine's own window.
-    """
-    plain: list[bytes] = []
-    words: set[bytes] = set()
-    sinks = None
-    i = 0
-    while i < len(argv):
-        word = args.upper(argv[i]) if len(argv[i]) <= 8 else b""
-        if word in _WORDS:
-            words.add(word)
-        elif word == b"SINKS":
-            if i + 1 == len(argv):
-                raise CommandError("ERR SINKS needs a blob of one fp32 logit for each query head")
-            i += 1
-            sinks = argv[i]
-        else:
-            plain.append(argv[i])  # of the original's, whatever is too much is ignored
-        i += 1
-    window = (args.integer if strict else kv.permissive_int)(plain[0]) if plain else -1
-    quest = len(plain) > 1 and args.integer(plain[1]) == 1
-    return _Rest(window, quest, frozenset(words), sinks)
-
-
-def _layer(raw: bytes) -> int:
-    layer = args.integer(raw)
-    if layer < 0:
-        raise CommandError("ERR invalid layer_id (must be >= 0)")
-    return layer
-
-
-def _numbers(argv: Sequence[bytes], text: str, low: int = 1) -> list[int]:
-    """Integers of at least `low`."""
-    values = [args.integer(raw) for raw in argv]
-    if min(values) < low:
-        raise CommandError(text)
-    return values
-
-
-def _refuse_cold(ctx: Context, sid: bytes, layer: int) -> None:
-    """Several commands tell that a layer is cold before they look at the sizes of what they were sent."""
-    attention = ctx.server.attention
-    if not attention.autowarm and attention.lookup(sid, layer) == "COLD":
-        raise ColdMissError
-
-
-def _rows(blob: bytes, row: int, text: str) -> int:
-    """How many rows of `row` fp32 values a blob has: at least one."""
-    count, over = divmod(len(blob), 4 * row)
-    if over or not count:
-        raise CommandError(text)
-    return count
-
-
-def _size(blob: bytes, count: int, text: str) -> None:
-    if len(blob) != count:
-        raise CommandError(text)
-
-
-def _sinks_size(rest: _Rest, heads: int, rows: int = 1) -> None:
-    if rest.sinks is not None and len(rest.sinks) not in (4 * heads, 4 * heads * rows):
-        raise CommandError("ERR SINKS blob size must be H_q*4, or H_q*M*4")
-
-
-def _array(blob: bytes, *shape: int) -> Any:
-    import numpy as np
-
-    return np.frombuffer(blob, "<f4").reshape(shape)
-
-
-def _sinks(rest: _Rest, heads: int) -> Any:
-    if rest.sinks is None:
-        return None
-    return _array(rest.sinks, heads) if len(rest.sinks) == 4 * heads else _array(rest.sinks, heads, -1)
-
-
-def _head_map(raw: bytes, heads: int, kv_heads: int) -> Any:
-    """Heads of K/V by query head; an empty map is the usual one."""
-    import numpy as np
-
-    return np.frombuffer(raw, np.uint8) if raw else np.arange(heads) // (heads // kv_heads)
-
-
-def _check_map(raw: bytes, kv_heads: int) -> None:
-    if raw and max(raw) >= kv_heads:
-        raise CommandError(f"ERR head_map values must be below H_kv ({kv_heads})")
 
 
 def _answer(ctx: Context, argv: list[bytes], rows: int, call: Callable[[Any], Any], failed: str) -> Any:
@@ -163,18 +63,18 @@ def store(ctx: Context, argv: list[bytes]) -> Any:
     ctx.server.attention.require(NO_ENGINE)
     if len(argv) < 8:
         raise kv.requires("ATTEND.PREFIX.STORE", "session_id layer_id H N D K_blob V_blob")
-    sid, layer = argv[1], _layer(argv[2])
+    sid, layer = argv[1], given.layer(argv[2])
     if not 1 <= len(sid) <= limits.MAX_SID:
         raise CommandError(f"ERR session_id length must be 1..{limits.MAX_SID}")
-    shape = _numbers(argv[3:6], "ERR invalid H/N/D (must be > 0)")
+    shape = given.numbers(argv[3:6], "ERR invalid H/N/D (must be > 0)")
     heads, count, dim = shape
     text = "ERR K/V blob size mismatch (expected H*N*D*4 each)"
     for blob in argv[6:8]:
-        _size(blob, 4 * heads * count * dim, text)
+        given.size(blob, 4 * heads * count * dim, text)
 
     def hold() -> Any:
         try:
-            ctx.server.attention.engine().store(sid, layer, _array(argv[6], *shape), _array(argv[7], *shape))
+            ctx.server.attention.engine().store(sid, layer, given.array(argv[6], *shape), given.array(argv[7], *shape))
         except ValueError as error:
             raise CommandError(f"ERR ATTEND.PREFIX.STORE failed ({error})") from error
         return OK
@@ -191,7 +91,7 @@ def lookup(ctx: Context, argv: list[bytes]) -> Any:
     ctx.server.attention.require(NO_METAL)
     if len(argv) < 3:
         raise kv.requires("ATTEND.PREFIX.LOOKUP", "session_id layer_id")
-    return Simple(ctx.server.attention.lookup(argv[1], _layer(argv[2])).encode())
+    return Simple(ctx.server.attention.lookup(argv[1], given.layer(argv[2])).encode())
 
 
 @command(
@@ -204,16 +104,16 @@ def query(ctx: Context, argv: list[bytes]) -> Any:
     ctx.server.attention.require(NO_ENGINE)
     if len(argv) < 7:
         raise kv.requires("ATTEND.PREFIX.QUERY", "session_id layer_id H D top_k Q_blob [fa_window]")
-    sid, layer = argv[1], _layer(argv[2])
-    heads, dim, _ = _numbers(argv[3:6], "ERR invalid H/D/top_k (must be > 0)")
-    rows = _rows(argv[6], heads * dim, "ERR Q blob size must be a positive multiple of H*D*4")
-    rest = _rest(argv[7:], strict=False)
-    _sinks_size(rest, heads, rows)
-    _refuse_cold(ctx, sid, layer)
+    sid, layer = argv[1], given.layer(argv[2])
+    heads, dim, _ = given.numbers(argv[3:6], "ERR invalid H/D/top_k (must be > 0)")
+    rows = given.rows(argv[6], heads * dim, "ERR Q blob size must be a positive multiple of H*D*4")
+    rest = given.rest(argv[7:], strict=False)
+    given.sinks_size(rest, heads, rows)
+    given.refuse_cold(ctx, sid, layer)
 
     def call(engine: Any) -> bytes:
-        q = _array(argv[6], heads, rows, dim)
-        out, lse = engine.query(sid, layer, q, window=rest.window, sinks=_sinks(rest, heads))
+        q = given.array(argv[6], heads, rows, dim)
+        out, lse = engine.query(sid, layer, q, window=rest.window, sinks=given.sinks(rest, heads))
         wanted = rows > 1 or b"WITHLSE" in rest.words
         return bytes(out.tobytes() + lse.tobytes()) if wanted else bytes(out.tobytes())
 
@@ -231,28 +131,28 @@ def query_fused(ctx: Context, argv: list[bytes]) -> Any:
         raise kv.requires(
             "ATTEND.PREFIX.QUERY_FUSED", "session_id layer_id H_q D S_suf H_kv Q K_suf V_suf head_map [fa_window]"
         )
-    sid, layer = argv[1], _layer(argv[2])
+    sid, layer = argv[1], given.layer(argv[2])
     text = "ERR invalid H_q/D/H_kv (must be > 0) or S_suf (>= 0)"
-    heads, dim, suffix, kv_heads = _numbers(argv[3:7], text, 0)
+    heads, dim, suffix, kv_heads = given.numbers(argv[3:7], text, 0)
     if not (heads and dim and kv_heads):
         raise CommandError(text)
     if heads % kv_heads:
         raise CommandError("ERR H_q must be a multiple of H_kv (GQA)")
-    _refuse_cold(ctx, sid, layer)
+    given.refuse_cold(ctx, sid, layer)
     q, k_suf, v_suf, heads_of = argv[7:11]
-    rows = _rows(q, heads * dim, "ERR Q blob size must be a positive multiple of H_q*D*4")
+    rows = given.rows(q, heads * dim, "ERR Q blob size must be a positive multiple of H_q*D*4")
     for blob in (k_suf, v_suf):
-        _size(blob, 4 * kv_heads * suffix * dim, "ERR K_suf / V_suf size mismatch (expected H_kv*S_suf*D*4 each)")
-    _size(heads_of, heads, "ERR head_map size mismatch (expected H_q bytes)")
-    _check_map(heads_of, kv_heads)
-    rest = _rest(argv[11:])
-    _sinks_size(rest, heads, rows)
+        given.size(blob, 4 * kv_heads * suffix * dim, "ERR K_suf / V_suf size mismatch (expected H_kv*S_suf*D*4 each)")
+    given.size(heads_of, heads, "ERR head_map size mismatch (expected H_q bytes)")
+    given.check_map(heads_of, kv_heads)
+    rest = given.rest(argv[11:])
+    given.sinks_size(rest, heads, rows)
 
     def call(engine: Any) -> bytes:
         out = engine.query_fused(
-            sid, layer, _array(q, heads, rows, dim), _array(k_suf, kv_heads, suffix, dim),
-            _array(v_suf, kv_heads, suffix, dim), _head_map(heads_of, heads, kv_heads), window=rest.window,
-            sinks=_sinks(rest, heads),
+            sid, layer, given.array(q, heads, rows, dim), given.array(k_suf, kv_heads, suffix, dim),
+            given.array(v_suf, kv_heads, suffix, dim), given.head_map(heads_of, heads, kv_heads), window=rest.window,
+            sinks=given.sinks(rest, heads),
         )  # fmt: skip
         return bytes(out.tobytes())
 
@@ -260,7 +160,7 @@ def query_fused(ctx: Context, argv: list[bytes]) -> Any:
     return _answer(ctx, argv, work, call, "session not found, GQA mismatch, or unsupported D")
 
 
-def _with_mass(rest: _Rest, out: Any, mass: Any) -> Any:
+def _with_mass(rest: given.Rest, out: Any, mass: Any) -> Any:
     return [bytes(out.tobytes()), bytes(mass.tobytes())] if b"WITHMASS" in rest.words else bytes(out.tobytes())
 
 
@@ -275,22 +175,22 @@ def query_sparse(ctx: Context, argv: list[bytes]) -> Any:
         raise kv.requires(
             "ATTEND.PREFIX.QUERY_SPARSE", "session_id layer_id H D K_sparse_max Q indices counts [fa_window]"
         )
-    sid, layer = argv[1], _layer(argv[2])
-    heads, dim, most = _numbers(argv[3:6], "ERR invalid H/D/K_sparse_max (must be > 0)")
-    _refuse_cold(ctx, sid, layer)
+    sid, layer = argv[1], given.layer(argv[2])
+    heads, dim, most = given.numbers(argv[3:6], "ERR invalid H/D/K_sparse_max (must be > 0)")
+    given.refuse_cold(ctx, sid, layer)
     q, indices, counts = argv[6:9]
-    _size(q, 4 * heads * dim, "ERR Q blob size must be H*D*4")
-    _size(indices, 4 * heads * most, "ERR indices blob size must be H*K_sparse_max*4")
-    _size(counts, 4 * heads, "ERR counts blob size must be H*4")
-    rest = _rest(argv[9:])
-    _sinks_size(rest, heads)
+    given.size(q, 4 * heads * dim, "ERR Q blob size must be H*D*4")
+    given.size(indices, 4 * heads * most, "ERR indices blob size must be H*K_sparse_max*4")
+    given.size(counts, 4 * heads, "ERR counts blob size must be H*4")
+    rest = given.rest(argv[9:])
+    given.sinks_size(rest, heads)
 
     def call(engine: Any) -> Any:
         import numpy as np
 
         out, mass = engine.query_sparse(
-            sid, layer, _array(q, heads, dim), np.frombuffer(indices, "<i4").reshape(heads, most),
-            np.frombuffer(counts, "<u4"), window=rest.window, sinks=_sinks(rest, heads),
+            sid, layer, given.array(q, heads, dim), np.frombuffer(indices, "<i4").reshape(heads, most),
+            np.frombuffer(counts, "<u4"), window=rest.window, sinks=given.sinks(rest, heads),
             with_mass=b"WITHMASS" in rest.words,
         )  # fmt: skip
         return _with_mass(rest, out, mass)
@@ -333,34 +233,37 @@ def _auto(
     after: Sequence[bytes],
 ) -> Any:  # fmt: skip
     """Both of them. `suffix`: S_suf, K_suf, V_suf."""
-    sid, layer = argv[1], _layer(argv[2])
-    heads, dim, block, k_top, kv_heads = _numbers(argv[3:8], "ERR invalid H_q/D/B/K_top/H_kv (must be > 0)")
+    sid, layer = argv[1], given.layer(argv[2])
+    heads, dim, block, k_top, kv_heads = given.numbers(argv[3:8], "ERR invalid H_q/D/B/K_top/H_kv (must be > 0)")
     extra = args.integer(suffix[0]) if suffix is not None else 0
     if extra < 0:
         raise CommandError("ERR S_suf must be >= 0")
     if heads % kv_heads:
         raise CommandError("ERR H_q must be a multiple of H_kv (GQA)")
-    _refuse_cold(ctx, sid, layer)
-    _size(q, 4 * heads * dim, "ERR Q blob size must be H_q*D*4")
+    given.refuse_cold(ctx, sid, layer)
+    given.size(q, 4 * heads * dim, "ERR Q blob size must be H_q*D*4")
     if suffix is not None:
         for blob in suffix[1:]:
-            _size(blob, 4 * kv_heads * extra * dim, "ERR K_suf / V_suf size mismatch (expected H_kv*S_suf*D*4 each)")
+            given.size(
+                blob, 4 * kv_heads * extra * dim, "ERR K_suf / V_suf size mismatch (expected H_kv*S_suf*D*4 each)"
+            )
     if heads_of:
-        _size(heads_of, heads, "ERR head_map size must be 0 (identity) or H_q bytes")
-    _check_map(heads_of, kv_heads)
-    rest = _rest(after)
-    _sinks_size(rest, heads)
+        given.size(heads_of, heads, "ERR head_map size must be 0 (identity) or H_q bytes")
+    given.check_map(heads_of, kv_heads)
+    rest = given.rest(after)
+    given.sinks_size(rest, heads)
 
     def call(engine: Any) -> Any:
         more: dict[str, Any] = {}
         if suffix is not None:
             more = {
-                name: _array(blob, kv_heads, extra, dim)
+                name: given.array(blob, kv_heads, extra, dim)
                 for name, blob in zip(("k_suf", "v_suf"), suffix[1:], strict=True)
             }
         out, mass = engine.query_sparse_auto(
-            sid, layer, _array(q, heads, dim), block, k_top, kv_heads, _head_map(heads_of, heads, kv_heads), **more,
-            window=rest.window, selector="quest" if rest.quest else "block_mean", sinks=_sinks(rest, heads),
+            sid, layer, given.array(q, heads, dim), block, k_top, kv_heads,
+            given.head_map(heads_of, heads, kv_heads), **more, window=rest.window,
+            selector="quest" if rest.quest else "block_mean", sinks=given.sinks(rest, heads),
             with_mass=b"WITHMASS" in rest.words,
         )  # fmt: skip
         return _with_mass(rest, out, mass)

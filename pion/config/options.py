@@ -183,7 +183,7 @@ class Options:
         None, "KV cache", "bytes of entry files kept (default: 80 % of the free disk at start)", _size, metavar="SIZE"
     )
     attention: str = option(
-        "", "Attention", "what computes ATTEND.*: auto, metal, mlx, cpu, off (default: auto with --kvcache)",
+        "", "Attention", "auto, metal, mlx, cpu or off (default: auto with --kvcache)",
         _choice("auto", "metal", "mlx", "cpu", "off"), metavar="BACKEND",
     )  # fmt: skip
     metal_attention: bool = option(
@@ -203,7 +203,7 @@ class Options:
         limits.ATTEND_COLD_SLOTS, "Attention", "layers remembered after that", _number(0, limits.ATTEND_MAX_SLOTS)
     )
     attend_max_bytes: int | None = option(
-        None, "Attention", "bytes of K/V in memory (default: a quarter of the machine's memory)", _memory,
+        None, "Attention", "bytes of K/V in memory (default: 25 %)", _memory,
         metavar="SIZE|N%",
     )  # fmt: skip
     attend_autowarm: bool = option(

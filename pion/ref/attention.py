@@ -166,7 +166,8 @@ def block_scores(queries: Array, keys: Array, block: int, head_map: Array, selec
             scores.append(np.maximum(q * low, q * high).sum())
         else:
             scores.append((q * part.mean(axis=1)[head_map]).sum())
-    return np.array(scores) / len(q) / np.sqrt(q.shape[1])
+    averaged: Array = np.array(scores) / len(q) / np.sqrt(q.shape[1])
+    return averaged
 
 
 def choose_blocks(scores: Array, k_top: int) -> list[int]:
