@@ -13,7 +13,7 @@ from typing import Any
 from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
-from pion.commands.commits import Flushed, settled
+from pion.commands.commits import Later, settled
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.store.caps import ROOM_TRIES
@@ -65,23 +65,19 @@ class Context:
         """Unix time in milliseconds, as TTLs count."""
         return int(self.engine.keyspace.now_ms)
 
+    def computed(self, fn: Any) -> Any:
+        """The reply that a call which keeps a core busy returns; computed in a thread where there are others."""
+        return fn() if self.server.computing is None else self.server.computing.later(fn)
+
     async def in_thread(self, fn: Any, *args: Any) -> Any:
-        """Runs a blocking call without holding up other connections."""
-        return await self._away(self.server.to_thread, fn, args)
-
-    async def computed(self, fn: Any, *args: Any) -> Any:
-        """The same for a call that keeps a core busy: it waits until one is free."""
-        return await self._away(self.server.to_compute, fn, args)
-
-    async def _away(self, to_thread: Any, fn: Any, args: tuple[Any, ...]) -> Any:
-        """Runs a call in a thread.
+        """Runs a blocking call without holding up other connections.
 
         What it raises comes back in a list that is emptied here. Raised through the thread's machinery, or returned, it
         would be in a reference cycle with the frames of its traceback and those that called them, and hold their
         arguments, files among them, until the next garbage collection.
         """
         failed: list[Exception] = []
-        value = await to_thread(_attempt, failed, fn, args)
+        value = await self.server.to_thread(_attempt, failed, fn, args)
         if not failed:
             return value
         error = failed.pop()
@@ -267,7 +263,7 @@ class Dispatcher:
             value = _failure(record, error)
         if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
-        if type(value) is Flushed:
+        if type(value) is Later:
             value.finish = functools.partial(self._flushed, conn, record, argv, started)
             return value
         return self._done(conn, record, argv, started, value)

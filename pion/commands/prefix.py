@@ -380,9 +380,9 @@ def warm(ctx: Context, argv: list[bytes]) -> Any:
     sid = argv[4] if len(argv) > 4 and argv[4] else ns
     if len(sid) > limits.MAX_SID:
         raise CommandError(f"ERR session_id length must be 1..{limits.MAX_SID}")
-    return _warmed(ctx, ns, heads, dim, sid)
 
+    def load() -> Any:
+        layers, skipped = ctx.server.attention.warm(ctx.engine, ns, heads, dim, sid)
+        return Simple(b"%d skipped_dim=%d" % (layers, skipped) if skipped else b"%d" % layers)
 
-async def _warmed(ctx: Context, ns: bytes, heads: int, dim: int, sid: bytes) -> Any:
-    layers, skipped = await ctx.computed(ctx.server.attention.warm, ctx.engine, ns, heads, dim, sid)
-    return Simple(b"%d skipped_dim=%d" % (layers, skipped) if skipped else b"%d" % layers)
+    return ctx.computed(load)

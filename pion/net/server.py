@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from types import CoroutineType
 from typing import Any
@@ -26,7 +27,8 @@ from pion._core.plane import PENDING, Conn, Plane
 from pion.attention.choice import refusal
 from pion.auth import Authenticator
 from pion.commands import Dispatcher, ServerState, table
-from pion.commands.commits import Flushed
+from pion.commands.commits import Later
+from pion.commands.computing import Computing
 from pion.config import Options
 from pion.net.lane import Lane
 from pion.net.listeners import address_text, open_tcp, open_unix, raise_descriptor_limit
@@ -88,6 +90,9 @@ class Server:
             finally:
                 if self._lane is not None:
                     self._lane.close()
+                if self.state.computing is not None:
+                    with trio.CancelScope(shield=True):  # behind it no reply is on its way to the plane any more
+                        await trio.to_thread.run_sync(self.state.computing.close)
                 self.plane.close()
         finally:
             self._close_listeners()
@@ -166,7 +171,7 @@ class Server:
         state.port = port
         state.to_thread = trio.to_thread.run_sync
         state.to_waiting_thread = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(WAITERS))
-        state.to_compute = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(os.cpu_count() or 1))
+        state.computing = Computing(partial(_soon, trio.lowlevel.current_trio_token()), trio.Event)
         state.new_event = trio.Event
         state.shut_down = self._shut_down
 
@@ -210,7 +215,7 @@ class Server:
         if type(value) is CoroutineType:
             self._nursery.start_soon(self._finish, conn, value)
             return PENDING
-        if type(value) is Flushed:
+        if type(value) is Later:
             value.deliver = partial(self.plane.resume, conn)
             return PENDING
         return value
@@ -341,6 +346,12 @@ def stream_table() -> list[tuple[bytes, int]]:
         for record in table.walk()
         if record.stream_arg is not None and record.open_stream is not None
     ]
+
+
+def _soon(token: trio.lowlevel.TrioToken, fn: Any, *args: Any) -> None:
+    """Calls in the thread of trio; nothing when it has ended meanwhile, and with it everybody who waits."""
+    with suppress(trio.RunFinishedError):
+        token.run_sync_soon(fn, *args)
 
 
 def _in_main_thread() -> bool:
