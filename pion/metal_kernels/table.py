@@ -15,7 +15,7 @@ from typing import Final
 from pion.limits import FORMATS
 from pion.ref import turbo
 
-__all__ = ["KERNELS", "KEY_ROWS", "Kernel", "Rows", "bits_of", "kernel_of"]
+__all__ = ["KERNELS", "KEY_ROWS", "Kernel", "Rows", "bits_of", "kernel_of", "text"]
 
 KEY_ROWS: Final = 64  # rows of a block in the key forms
 
@@ -87,15 +87,16 @@ class Kernel:
     @property
     def source(self) -> str:
         """The body."""
-        return _text(self.name)
+        return text(self.name)
 
     @property
     def header(self) -> str:
         """What stands in front of the kernel."""
-        return "\n".join(_text(name) for name in self.headers)
+        return "\n".join(text(name) for name in self.headers)
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
+    """The text of a file of kernels."""
     return resources.files("pion.metal_kernels").joinpath(f"{name}.metal").read_text(encoding="utf-8")
 
 

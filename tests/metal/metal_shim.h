@@ -47,6 +47,10 @@ struct uint3 {
 };
 
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+
+using std::exp;
+using std::log;
 
 namespace emu {
 
@@ -121,17 +125,12 @@ struct Span {
     }
 };
 
-// ---- threadgroup memory: `threadgroup T name[n];` becomes a reference to one of these, the same for all threads --------
-
-template <class T, size_t N>
-struct Shared {
-    T values[N];
-};
+// ---- threadgroup memory: `threadgroup T name[n];` becomes a view of one of these, the same for all threads -------------
 
 static size_t shared_offsets[16];
 
 template <class T, size_t N>
-static T (&share(uint which))[N] {
+static Span<T> share(uint which, const char *name) {
     if (shared_offsets[which] == size_t(-1)) { // the first thread to get here
         size_t start = (shared_used + 15) / 16 * 16;
         if (start + sizeof(T) * N > MOST_SHARED) fail("more than %zu bytes of threadgroup memory", MOST_SHARED);
@@ -139,7 +138,7 @@ static T (&share(uint which))[N] {
         shared_used = start + sizeof(T) * N;
         if (shared_used > shared_most) shared_most = shared_used;
     }
-    return reinterpret_cast<Shared<T, N> *>(shared + shared_offsets[which])->values;
+    return {reinterpret_cast<T *>(shared + shared_offsets[which]), N, name};
 }
 
 // ---- meeting points ----------------------------------------------------------------------------------------------------
