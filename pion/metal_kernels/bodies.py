@@ -63,6 +63,20 @@ BODIES: Final[dict[str, Body]] = {
             _PARTS,
         ),
         Body(
+            "attend_rows",
+            ("common", "stored", "turbo", "stored_head", "softmax"),
+            {
+                "q": "float32",
+                "keys": "uint8",
+                "values": "uint8",
+                "turns": "float32",
+                "kv_of": "uint32",
+                "extent": "uint32",
+            },
+            _PARTS,
+        ),
+        Body("rotate", ("turbo",), {"rows": "float32"}, {"out": "float32"}),
+        Body(
             "merge",
             ("softmax",),
             {**_PARTS, "sinks": "float32", "extent": "uint32"},
