@@ -6,6 +6,8 @@
 // 2: the blocks whose numbers stand in `pick`. A number outside the prefix, or before `first`, is no key. Query row m of
 // `length` sees the suffix up to position max(suffix - length, 0) + m, and all that it sees of the prefix.
 //
+// VALUES false: only the logits count, and values are not read.
+//
 // q: (slots, rows, D), what shares a head of keys being a slot; kv_of: the head of each. k, v: strides of a row and of a
 // head in `extent`; k_suf, v_suf: (heads, suffix, D). Out: sums and heights of each split, see softmax.metal.
 constexpr int E = (D + 31) / 32;
@@ -45,7 +47,7 @@ for (uint tile = begin + group * K; tile < end; tile += G * K) {
         if (PICKED != 0 && !past && seen) {
             int number = PICKED == 1 ? pick[slot * picked + place] : pick[place / block];
             uint limit = PICKED == 1 ? stored : stored / block + 1;
-            seen = number >= 0 && uint(number) < limit && (PICKED == 2 || place < counts[slot]);
+            seen = uint(number) < limit && (PICKED == 2 || place < counts[slot]);
             n = PICKED == 1 ? uint(number) : seen ? uint(number) * block + place % block : 0;
             seen = seen && n >= first && n < stored;
         }
@@ -67,7 +69,7 @@ for (uint tile = begin + group * K; tile < end; tile += G * K) {
     }
     absorb<R, K, E>(logit, top, sum, acc);
     for (int i = 0; i < K; i++) {
-        if (at[i] == none) continue;
+        if (!VALUES || at[i] == none) continue;
         bool past = SUFFIX && tile + i >= own;
         for (int e = 0; e < E; e++) {
             uint d = lane + 32 * e;

@@ -33,7 +33,7 @@ def attend(
 
     Args:
         q: float32 (H_q, M, D).
-        k, v: (H, N, D).
+        k, v: (H, N, D); v None: the lse alone is wanted, and the first of the results means nothing.
         more: keys and values (H, S, D) of a suffix.
         form, numbers, counts, block: PICKED, pick, counts and block of the kernel.
         scale, sinks, kv_of: see there.
@@ -43,6 +43,7 @@ def attend(
 
     heads, length, dim = q.shape
     stored = k.shape[1]
+    v = k if v is None else v
     seen = None  # (H_q or 1, M, places)
     if form == 0:
         k, v = k[:, first:], v[:, first:]

@@ -1,8 +1,8 @@
 """Attention over stored rows, of which no decoded copy is made: int8, fp8, mlx4g32, turbo, and plain words.
 
-The kernel decodes values in registers, where they are used. Turbo rows are not even that: a decoded row is a rotation of
-its levels, which are summed as they are. The rotation is applied once to the query and once to the answer, whatever the
-number of keys. So a decoded value beyond 65,504 is not cut there, as decoding does.
+The kernel decodes values in registers, where they are used. Turbo rows are not even that: a decoded row is a rotation
+of its levels, which are summed as they are. The rotation is applied once to the query and once to the answer, whatever
+the number of keys. So a decoded value beyond 65,504 is not cut there, as decoding does.
 """
 
 from __future__ import annotations
@@ -14,21 +14,10 @@ from numpy.typing import NDArray
 
 from pion.limits import FORMATS
 from pion.metal_kernels import portable
-from pion.metal_kernels.attention import (
-    GROUPS,
-    MOST_DIM,
-    Heads,
-    Slots,
-    dense,
-    device_of,
-    join,
-    kv_heads,
-    merge,
-    scale_bits,
-    splits_of,
-)
+from pion.metal_kernels.attention import dense, join, merge
 from pion.metal_kernels.bodies import BODIES
 from pion.metal_kernels.device import Device
+from pion.metal_kernels.plans import GROUPS, MOST_DIM, Heads, Slots, device_of, kv_heads, scale_bits, splits_of
 from pion.metal_kernels.table import KEY_ROWS, Rows, bits_of, kernel_of, key_block_bytes
 from pion.ref import quant, quant_keys, turbo
 
@@ -57,7 +46,9 @@ def stored_bytes(rows: Rows) -> int:
         names = "int8, fp8, mlx4g32, turbo4, turbo3, turbo2, fp16, bf16, fp32"
         raise ValueError(f"attention does not read rows of format {code}: {names}")
     if not 1 <= rows.head_dim <= MOST_DIM or rows.heads < 1 or rows.count < 0:
-        raise ValueError(f"{rows.count} rows of {rows.heads} heads of {rows.head_dim}: heads have 1 to {MOST_DIM} values")
+        raise ValueError(
+            f"{rows.count} rows of {rows.heads} heads of {rows.head_dim}: heads have 1 to {MOST_DIM} values"
+        )
     if _is_keys(rows):
         if rows.head_dim % 2 or not 0 <= rows.skip < KEY_ROWS:
             raise ValueError(f"key forms: heads of {rows.head_dim} values, {rows.skip} rows skipped of the first block")
@@ -117,8 +108,8 @@ def dense_rows(
     Args:
         q: float32 (H_q, M, D).
         keys, values: uint8, the stored bytes of the rows; for key forms, of whole blocks.
-        key_rows, value_rows: what they are, of equal heads, head_dim and count; their formats may differ. Turbo rows are
-            those of a head (HEAD_DIM); key forms are only for keys.
+        key_rows, value_rows: what they are, of equal heads, head_dim and count; their formats may differ. Turbo rows
+            are those of a head (HEAD_DIM); key forms are only for keys.
         turns: `block_angles` of the rows, for keys with a rope.
         scale, window, sinks, head_map: see `attention`.
         how: ``metal`` or ``ops``; the latter decodes 4,096 rows at a time.

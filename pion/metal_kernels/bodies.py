@@ -1,7 +1,7 @@
 """The attention kernels: names, headers, inputs and outputs with their types.
 
-`attention` fills in template arguments, grids and shapes, and runs them in order. A type "T" is the template argument of
-that name; every kernel has it first, also those whose buffers are all of fixed types.
+`attention` fills in template arguments, grids and shapes, and runs them in order. A type "T" is the template argument
+of that name; every kernel has it first, also those whose buffers are all of fixed types.
 """
 
 from __future__ import annotations

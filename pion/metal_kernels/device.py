@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from pion.metal_kernels.bodies import BODIES, Body

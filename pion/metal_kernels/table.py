@@ -15,7 +15,7 @@ from typing import Final
 from pion.limits import FORMATS
 from pion.ref import turbo
 
-__all__ = ["KERNELS", "KEY_ROWS", "Kernel", "Rows", "bits_of", "key_block_bytes", "kernel_of", "text"]
+__all__ = ["KERNELS", "KEY_ROWS", "Kernel", "Rows", "bits_of", "kernel_of", "key_block_bytes", "text"]
 
 KEY_ROWS: Final = 64  # rows of a block in the key forms
 

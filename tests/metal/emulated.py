@@ -23,16 +23,22 @@ class Emulated:
 
     Attributes:
         order: of the threads: 0 forward, 1 reverse, more = seed of a shuffle.
-        change: applied to the text of the bodies and headers, to plant faults; such kernels are not shared.
-        memory: the most threadgroup memory that each kernel used, by name and template.
+        change: applied to the text of the bodies and headers, by name, to plant faults.
+        own: what was compiled for this device alone, because the change concerns it or because all is (`alone`).
     """
 
     shared: dict[tuple[Any, ...], Library] = {}  # noqa: RUF012 - all devices share what was compiled
 
-    def __init__(self, order: int = 0, change: Callable[[str, str], str] | None = None) -> None:
-        self.order, self.change = order, change
-        self.libraries = self.shared if change is None else {}
-        self.memory: dict[tuple[Any, ...], int] = {}
+    def __init__(self, order: int = 0, change: Callable[[str, str], str] | None = None, *, alone: bool = False) -> None:
+        self.order, self.alone = order, alone
+        self.change = change or (lambda name, text: text)
+        self.own: dict[tuple[Any, ...], Library] = {}
+
+    def libraries(self, body: Body) -> dict[tuple[Any, ...], Library]:
+        """Where a kernel is, or will be."""
+        texts = [(body.name, body.source), (f"{body.name}.h", body.header)]
+        changed = any(self.change(name, text) != text for name, text in texts)
+        return self.own if self.alone or changed else self.shared
 
     def array(self, values: Array) -> Array:
         return values
@@ -44,17 +50,16 @@ class Emulated:
         return np.stack([array, np.ones_like(array)], axis=-1)
 
     def compile(self, body: Body, templates: Sequence[Template]) -> None:
-        change = self.change or (lambda name, text: text)
         library = Library(
-            change(body.name, body.source),
-            change(f"{body.name}.h", body.header),
+            self.change(body.name, body.source),
+            self.change(f"{body.name}.h", body.header),
             body.inputs,
             templates,
             body.name,
             body.outputs,
         )
         for template in templates:
-            self.libraries[_key(body, template)] = library
+            self.libraries(body)[_key(body, template)] = library
 
     def call(
         self,
@@ -66,12 +71,9 @@ class Emulated:
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Array]:
         key = _key(body, template)
-        if key not in self.libraries:
+        if key not in self.libraries(body):
             self.compile(body, [template])
-        library = self.libraries[key]
-        outs = library.run_all(template, inputs, shapes, grid, threads, self.order)
-        self.memory[key] = library.shared_most
-        return outs
+        return self.libraries(body)[key].run_all(template, inputs, shapes, grid, threads, self.order)
 
 
 class Recorder(Emulated):
@@ -103,6 +105,6 @@ def prepare(device: Emulated, calls: Sequence[Callable[[Any], Any]]) -> None:
     for call in calls:
         call(recorder)
     for body, templates in recorder.seen.values():
-        missing = [template for key, template in templates.items() if key not in device.libraries]
+        missing = [template for key, template in templates.items() if key not in device.libraries(body)]
         if missing:
             device.compile(body, missing)
