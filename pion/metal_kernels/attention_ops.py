@@ -123,11 +123,11 @@ def block_stats(k: Any, block: int) -> tuple[Any, Any, Any]:
     k = k.astype(mx.float32)
     whole = stored // block * block
     blocks = k[:, :whole].reshape(heads, -1, block, dim)
-    parts = [(blocks.mean(axis=2), blocks.min(axis=2), blocks.max(axis=2))] if whole else []
-    if whole < stored:
-        last = k[:, whole:]
-        parts.append(tuple(f(last, axis=1, keepdims=True) for f in (mx.mean, mx.min, mx.max)))
-    mean, low, high = (mx.concatenate(sides, axis=1) for sides in zip(*parts, strict=True))
+    last = k[:, None, whole:]
+    mean, low, high = (
+        mx.concatenate([f(part, axis=2) for part in (blocks, last) if part.size], axis=1)
+        for f in (mx.mean, mx.min, mx.max)
+    )
     return mean, low, high
 
 

@@ -234,12 +234,13 @@ def _twin(
     parts = []
     for start in range(first, key_rows.count, _AT_ONCE):
         count = min(_AT_ONCE, key_rows.count - start)
-        sides = [_decoded(*side, start, count) for side in ((keys, key_rows, turns), (values, value_rows, None))]
-        parts.append(dense(q, *sides, scale=scale, head_map=kv_of, how="ops"))
+        k = _decoded(keys, key_rows, turns, start, count)
+        v = _decoded(values, value_rows, None, start, count)
+        parts.append(dense(q, k, v, scale=scale, head_map=kv_of, how="ops"))
     if not parts:
         none = mx.zeros((key_rows.heads, 0, key_rows.head_dim))
         return dense(q, none, none, scale=scale, sinks=sinks, head_map=kv_of, how="ops")
-    outs, sums = (mx.stack(side) for side in zip(*parts, strict=True))
+    outs, sums = (mx.stack([part[side] for part in parts]) for side in (0, 1))
     return merge(outs, sums, sinks=sinks, how="ops")
 
 
