@@ -11,7 +11,8 @@ from pion.attention.backends import Backend, make
 from tests.support import models
 
 #: Name, half precision. mlx comes with the fast BLAS of `tests.support.models`.
-BACKENDS = (("cpu", False), ("cpu", True), ("mlx", False))
+#: "twins" is the Metal backend with the kernels' twins in place of the kernels.
+BACKENDS = (("cpu", False), ("cpu", True), ("mlx", False), ("twins", False))
 
 
 @functools.cache
@@ -19,6 +20,10 @@ def backend(name: str, half: bool) -> Backend:
     """A backend; skips where it needs mlx and there is none."""
     if name != "cpu":
         models.need_mlx()
+    if name == "twins":
+        from pion.attention.metal_ops import MetalBackend
+
+        return MetalBackend(half, "ops")
     return make(name, half)
 
 
