@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pion import limits
 from pion.attention import select
 from pion.attention.backends import Backend, make
-from pion.attention.fold import Fold, Map
+from pion.attention.fold import Map, fold_of
 from pion.attention.merge import F32, Part, merge, with_sinks
 from pion.attention.slots import COLD, HIT, MISS, Layer, Shape, Slots
 
@@ -148,7 +148,7 @@ class AttentionEngine:
         kv_heads, suffix, _ = k_suf.shape
         if k_suf.shape != v_suf.shape or k_suf.shape[2] != dim:
             raise ValueError(f"q {q.shape}, k_suf {k_suf.shape} and v_suf {v_suf.shape} do not fit")
-        fold = Fold(head_map, heads, kv_heads)
+        fold = fold_of(head_map, heads, kv_heads)
         found = self.slots.use((sid, layer), kv_heads, dim)
         queries = fold.inward(_scaled(q))
         parts = [self.backend.dense(found.held, queries, self._first(found.shape[1], window))]
@@ -234,7 +234,7 @@ class AttentionEngine:
         heads, dim = q.shape
         if block < 1 or k_top < 1 or selector not in select.SELECTORS:
             raise ValueError(f"block {block}, k_top {k_top} and selector {selector!r} are not possible")
-        fold = Fold(head_map, heads, h_kv)
+        fold = fold_of(head_map, heads, h_kv)
         found = self.slots.use((sid, layer), h_kv, dim)
         count = found.shape[1]
         first = self._first(count, window)
@@ -245,7 +245,7 @@ class AttentionEngine:
         if whole:
             prefix = self.backend.dense(found.held, folded, first)
         else:
-            prefix = self.backend.dense(self.backend.taken(found.held, runs), folded)
+            prefix = self.backend.over(found.held, folded, runs)
         parts = [prefix]
         if k_suf is not None and v_suf is not None and k_suf.shape[1]:
             visible = np.full(folded.shape[1], k_suf.shape[1], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from pion.attention.merge import F32, Part
 
-__all__ = ["Fold", "Map"]
+__all__ = ["Fold", "Map", "fold_of"]
 
 Map = NDArray[np.int64]
 
@@ -49,3 +50,17 @@ class Fold:
         dim = out.shape[2]
         out, lse = out.reshape(self.kv_heads, self.share, -1, dim), lse.reshape(self.kv_heads, self.share, -1)
         return out[self.head_map, self._place], lse[self.head_map, self._place]
+
+
+def fold_of(head_map: NDArray[Any], heads: int, kv_heads: int) -> Fold:
+    """The `Fold` of a head map; clients send the same one again and again.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    return _made(np.ascontiguousarray(head_map, np.int64).tobytes(), heads, kv_heads)
+
+
+@functools.lru_cache(256)
+def _made(head_map: bytes, heads: int, kv_heads: int) -> Fold:
+    return Fold(np.frombuffer(head_map, np.int64), heads, kv_heads)

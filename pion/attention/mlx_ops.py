@@ -67,9 +67,11 @@ class MlxBackend:
             k, v = (self.mx.array(np.ascontiguousarray(side)).astype(self.kind) for side in (keys, values))
             return self._attend(queries, k, v, visible)
 
-    def taken(self, held: Held, runs: Sequence[tuple[int, int]]) -> Held:
-        """The K/V at some positions, given as runs [start, end)."""
-        return Held(*(self.mx.concatenate([side[:, start:end] for start, end in runs], axis=1) for side in held))
+    def over(self, held: Held, queries: F32, runs: Sequence[tuple[int, int]]) -> Part:
+        """Attention of queries (H, R, D) over the keys at some positions, given as runs [start, end)."""
+        with self._lock:
+            k, v = (self.mx.concatenate([side[:, start:end] for start, end in runs], axis=1) for side in held)
+            return self._attend(queries, k, v)
 
     def picked(self, held: Held, queries: F32, positions: Sequence[NDArray[np.int64]]) -> Part:
         """Attention of one query a head, (H, D), over the keys at its own positions: out (H, D), lse (H,)."""

@@ -26,6 +26,7 @@ from pion.attention.merge import F32, Part, nothing
 __all__ = ["Held", "NumpyBackend", "calm_blas"]
 
 _TILE: Final = 8 << 20  # logits at a time; more queries are computed piece by piece
+_RUNS: Final = 64  # more runs of positions are put together: each costs two calls of BLAS
 _KEPT: Final = 16 << 20  # bytes of a buffer that a thread keeps
 
 Run = tuple[int, int]
@@ -84,12 +85,24 @@ class NumpyBackend:
         """Attention over keys (H, S, D) that are not held; row r of the queries sees the first `visible[r]` of them."""
         return _attend(queries, keys.swapaxes(1, 2), values, visible)
 
-    def taken(self, held: Held, runs: Sequence[Run]) -> Held:
-        """The K/V at some positions, given as runs [start, end)."""
-        return Held(
-            np.concatenate([held.keys[:, :, start:end] for start, end in runs], axis=2),
-            np.concatenate([held.values[:, start:end] for start, end in runs], axis=1),
-        )
+    def over(self, held: Held, queries: F32, runs: Sequence[Run]) -> Part:
+        """Attention of queries (H, R, D) over the keys at some positions, given as runs [start, end)."""
+        if len(runs) > _RUNS:
+            return self.dense(
+                Held(
+                    np.concatenate([held.keys[:, :, start:end] for start, end in runs], axis=2),
+                    np.concatenate([held.values[:, start:end] for start, end in runs], axis=1),
+                ),
+                queries,
+            )
+        # Run by run, out of the arrays as they are: putting the runs together first takes five times as long.
+        logits = np.concatenate([queries @ _wide(held.keys[:, :, start:end]) for start, end in runs], axis=2)
+        base, total = _softmax(logits)
+        out, at = np.zeros(queries.shape, np.float32), 0
+        for start, end in runs:
+            out += logits[:, :, at : at + end - start] @ _wide(held.values[:, start:end])
+            at += end - start
+        return _normal(out, base, total)
 
     def picked(self, held: Held, queries: F32, positions: Sequence[NDArray[np.int64]]) -> Part:
         """Attention of one query a head, (H, D), over the keys at its own positions: out (H, D), lse (H,)."""
@@ -132,7 +145,7 @@ class NumpyBackend:
 _own = threading.local()
 
 
-def _wide(array: NDArray[Any], use: str) -> F32:
+def _wide(array: NDArray[Any], use: str = "") -> F32:
     """As fp32. The compiled decoder takes a tenth of numpy's time, and wants its values in one piece.
 
     Args:
@@ -164,15 +177,24 @@ def _attend(queries: F32, keys: F32, values: F32, visible: NDArray[np.int64] | N
         logits = queries[:, part] @ keys
         if visible is not None:
             np.copyto(logits, np.float32(-np.inf), where=np.arange(count) >= visible[part, None])
-        top = logits.max(axis=2, keepdims=True)
-        base = np.where(np.isfinite(top), top, np.float32(0))
-        logits -= base
-        np.exp(logits, out=logits)
-        total = logits.sum(axis=2, keepdims=True)
-        out[:, part] = (logits @ values) / np.where(total > 0, total, np.float32(1))
-        with np.errstate(divide="ignore"):
-            lse[:, part] = (base + np.log(total))[:, :, 0]
+        base, total = _softmax(logits)
+        out[:, part], lse[:, part] = _normal(logits @ values, base, total)
     return out, lse
+
+
+def _softmax(logits: F32) -> tuple[F32, F32]:
+    """Turn logits (H, R, N) into weights, in place. Returns (H, R, 1) both: what was subtracted, and their sums."""
+    top = logits.max(axis=2, keepdims=True)
+    base = np.where(np.isfinite(top), top, np.float32(0))
+    logits -= base
+    np.exp(logits, out=logits)
+    return base, logits.sum(axis=2, keepdims=True)
+
+
+def _normal(out: Any, base: Any, total: Any) -> Part:
+    """The part of weighted sums of values."""
+    with np.errstate(divide="ignore"):
+        return out / np.where(total > 0, total, np.float32(1)), (base + np.log(total))[:, :, 0]
 
 
 def calm_blas() -> None:

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 _NO_D: Final = "session not found, or unsupported D"
 
 
-def _answer(ctx: Context, argv: list[bytes], rows: int, call: Callable[[Any], Any], failed: str) -> Any:
+def _answer(
+    ctx: Context, argv: list[bytes], rows: int, call: Callable[[Any], Any], failed: str, suffix: int = 0
+) -> Any:
     """Run a query: at once when it is small, else in a thread.
 
     Args:
-        rows: queries a head.
+        rows: queries for each head of K/V.
         call: takes the engine, returns the reply.
         failed: why there is no answer for what is not here.
+        suffix: keys that come with the query.
     """
     attention = ctx.server.attention
     sid, layer = argv[1], int(argv[2])
@@ -49,7 +52,7 @@ def _answer(ctx: Context, argv: list[bytes], rows: int, call: Callable[[Any], An
             raise CommandError(f"ERR {name} failed ({error})") from error
 
     heads, count, dim = shape
-    if heads * count * dim * rows <= limits.ATTEND_INLINE and not attention.autowarm:
+    if heads * (count + suffix) * dim * rows <= limits.ATTEND_INLINE and not attention.autowarm:
         return compute()
     return ctx.computed(compute)
 
@@ -156,8 +159,8 @@ def query_fused(ctx: Context, argv: list[bytes]) -> Any:
         )  # fmt: skip
         return bytes(out.tobytes())
 
-    work = rows * (heads // kv_heads) * (1 + suffix)
-    return _answer(ctx, argv, work, call, "session not found, GQA mismatch, or unsupported D")
+    failed = "session not found, GQA mismatch, or unsupported D"
+    return _answer(ctx, argv, rows * (heads // kv_heads), call, failed, suffix)
 
 
 def _with_mass(rest: given.Rest, out: Any, mass: Any) -> Any:
@@ -271,7 +274,7 @@ def _auto(
     failed = "session not found, B=0, K_top=0, or unsupported D" if suffix is None else (
         "session not found, invalid params, or unsupported D"
     )  # fmt: skip
-    return _answer(ctx, argv, (heads // kv_heads) * (1 + extra), call, failed)
+    return _answer(ctx, argv, heads // kv_heads, call, failed, extra)
 
 
 @command(

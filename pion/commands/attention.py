@@ -154,13 +154,16 @@ class Attention:
         Raises:
             ColdMissError: it is cold, and stays so.
         """
+        import numpy as np
+
         engine = self.engine()
-        try:
+        with np.errstate(all="ignore"):  # what is not a number in a request is not one in its answer
+            try:
+                return call(engine)
+            except ColdMissError:
+                if not self.autowarm or not self.rehydrate(ctx, sid, layer):
+                    raise
             return call(engine)
-        except ColdMissError:
-            if not self.autowarm or not self.rehydrate(ctx, sid, layer):
-                raise
-        return call(engine)
 
 
 def _both(store: Any, k_sid: bytes, v_sid: bytes) -> list[tuple[int, int, int]]:

@@ -66,12 +66,16 @@ def test_what_is_held_is_a_copy(ops: Backend) -> None:
     assert np.array_equal(ops.dense(held, scaled)[0], before)
 
 
-def test_taken(ops: Backend) -> None:
-    q, scaled, k, v = case(2, 2, 64, 16)
-    runs = [(0, 3), (10, 40), (63, 64)]
+@pytest.mark.parametrize(
+    "runs", [[(0, 3), (10, 40), (63, 64)], [(0, 64)], [(start, start + 1) for start in range(0, 256, 3)]]
+)
+def test_over_runs_of_positions(ops: Backend, runs: list[tuple[int, int]]) -> None:
+    q, scaled, k, v = case(2, 2, 256, 16)
     where = np.concatenate([np.arange(*run) for run in runs])
-    out, _ = ops.dense(ops.taken(ops.hold(k, v), runs), scaled)
-    assert np.abs(out - ref.attend(q.astype(np.float64), k[:, where], v[:, where])[0]).max() <= bound(ops)
+    out, lse = ops.over(ops.hold(k, v), scaled, runs)
+    want = ref.attend(q.astype(np.float64), k[:, where], v[:, where])
+    assert np.abs(out - want[0]).max() <= bound(ops)
+    assert np.abs(lse - want[1]).max() <= bound(ops)
 
 
 def test_picked(ops: Backend) -> None:
