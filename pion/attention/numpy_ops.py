@@ -26,6 +26,7 @@ from pion.attention.merge import F32, Part, nothing
 __all__ = ["Held", "NumpyBackend", "calm_blas"]
 
 _TILE: Final = 8 << 20  # logits at a time; more queries are computed piece by piece
+_STRIP: Final = 64
 _RUNS: Final = 64  # more runs of positions are put together: each costs two calls of BLAS
 _KEPT: Final = 16 << 20  # bytes of a buffer that a thread keeps
 
@@ -67,7 +68,8 @@ class NumpyBackend:
         """Copies of (H, N, D) arrays, as this backend computes with them."""
         heads, count, dim = keys.shape
         held = np.empty((heads, dim, count), self.kind)
-        held[...] = keys.swapaxes(1, 2)
+        for at in range(0, count, _STRIP):  # transposed in strips, which stay in the cache
+            held[:, :, at : at + _STRIP] = keys[:, at : at + _STRIP].swapaxes(1, 2)
         return Held(held, np.array(values, self.kind, order="C"))
 
     def dense(self, held: Held, queries: F32, first: int = 0) -> Part:

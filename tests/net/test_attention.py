@@ -63,11 +63,17 @@ def test_start_lines(flags: list[str], words: str) -> None:
         assert descriptors(server) == limit
         figures = conn.fields("INFO", "attention")
         assert (figures["sdpa_backend"], figures["sdpa_device"], figures["sdpa_queries"]) == ("cpu", "numpy", "1")
-        assert conn.fields("ATTEND.PREFIX.INFO")["attention_half"] == "0"
+        told = conn.fields("ATTEND.PREFIX.INFO")
+        assert told["attention_half"] == "0"
+        for name in ("attend-max-bytes", "attention"):  # what a default decided
+            field = {"attend-max-bytes": "sdpa_max_bytes"}.get(name, name)
+            assert conn.ok("CONFIG", "GET", name) == [name.encode(), told[field].encode()]
+            assert conn.ok("CONFIG", "SET", name, told[field]) == "OK"
 
 
 def test_without_a_flag_there_is_none() -> None:
     with testing.server() as server, Raw(server.port) as conn:
+        assert conn.ok("CONFIG", "GET", "attention") == [b"attention", b"off"]
         assert "attention  off (--kvcache)\n" in server.output
         assert str(conn.call("ATTEND.PREFIX.LOOKUP", "s", 0)).startswith("ERR Metal attention not available")
 
