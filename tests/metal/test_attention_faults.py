@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,7 @@ def test_a_check_of_indices_that_is_left_out_is_found(old: str, new: str) -> Non
 # ---- threadgroup memory ----------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def every_template() -> Recorder:
     """Notes what all kinds of calls run, for all head sizes."""
     recorder = Recorder()
