@@ -87,6 +87,10 @@ class AttentionEngine:
         """Forget all layers of a session, warm and cold; how many there were."""
         return self.slots.drop(sid)
 
+    def sessions(self) -> set[bytes]:
+        """The sessions that have layers, warm or cold."""
+        return self.slots.sessions()
+
     def layers(self, sid: bytes) -> dict[int, tuple[str, Shape]]:
         """State and shape of each layer of a session."""
         return self.slots.of(sid)

@@ -119,6 +119,11 @@ class Slots:
                 del self._cold[key]
             return len(warm) + len(cold)
 
+    def sessions(self) -> set[bytes]:
+        """The sessions that have layers, warm or cold."""
+        with self._lock:
+            return {sid for sid, _ in (*self._warm, *self._cold)}
+
     def of(self, sid: bytes) -> dict[int, tuple[str, Shape]]:
         """State and shape of each layer of a session."""
         with self._lock:

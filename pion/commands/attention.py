@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pion import limits
@@ -24,6 +25,13 @@ NO_METAL: Final = "ERR Metal attention not available (start with --metal-attenti
 _SUFFIX: Final = b"_attn"  # clients keep the K/V of a namespace under its name with this behind it
 
 
+class _Load:
+    """A prefix that is being loaded."""
+
+    def __init__(self, ns: bytes) -> None:
+        self.ns, self.dropped = ns, False
+
+
 class Attention:
     """The engine or its absence. Before `engine` nothing is computed, and neither numpy nor mlx is loaded."""
 
@@ -32,7 +40,9 @@ class Attention:
         self.warm_slots, self.cold_slots = limits.ATTEND_WARM_SLOTS, limits.ATTEND_COLD_SLOTS
         self.max_bytes = limits.ATTEND_MAX_BYTES
         self._made: AttentionEngine | None = None
+        self._building = threading.Lock()  # held for as long as it takes to load mlx
         self._lock = threading.Lock()
+        self._loading: list[_Load] = []
         self._sources: OrderedDict[bytes, bytes] = OrderedDict()  # session -> the namespace it was warmed from
 
     def configure(self, options: Any) -> None:
@@ -58,7 +68,7 @@ class Attention:
         Raises:
             CommandError: the backend asked for does not work here.
         """
-        with self._lock:
+        with self._building:
             if self._made is None:
                 from pion.attention.engine import AttentionEngine
                 from pion.attention.numpy_ops import calm_blas
@@ -114,21 +124,55 @@ class Attention:
         if not supported(dim):
             return 0, 0
         engine = self.engine()
-        k_sid, v_sid = ns + b"_pk", ns + b"_pv"
+        sides = ns + b"_pk", ns + b"_pv"
         done = skipped = 0
-        for layer, rows, width in _both(store, k_sid, v_sid):
-            own = heads if width == heads * dim else width // dim
-            if width <= 0 or own * dim != width:
-                skipped += 1
-                continue
-            _load(engine, store, (k_sid, v_sid), layer, rows, (sid, own, dim))
-            done += 1
+        with self._load_of(ns, sid):
+            for layer, rows, width in _both(store, *sides):
+                own = heads if width == heads * dim else width // dim
+                if width <= 0 or own * dim != width:
+                    skipped += 1
+                    continue
+                _load(engine, store, sides, layer, rows, (sid, own, dim))
+                done += 1
+        return done, skipped
+
+    @contextlib.contextmanager
+    def _load_of(self, ns: bytes, sid: bytes) -> Iterator[None]:
+        """Around loading a prefix into a session: when it is dropped meanwhile, nothing of it stays."""
+        load = _Load(ns)
         with self._lock:
+            self._loading.append(load)
             self._sources[sid] = ns
             self._sources.move_to_end(sid)
             while len(self._sources) > self.warm_slots + self.cold_slots:
                 self._sources.popitem(last=False)
-        return done, skipped
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading.remove(load)
+            if load.dropped:
+                self.engine().drop(sid)
+
+    def forget(self, *names: bytes) -> None:
+        """Prefixes were dropped or replaced: what is held of them could be another one's K/V from now on."""
+        with self._lock:
+            gone = {ns + _SUFFIX for ns in names} | {sid for sid, ns in self._sources.items() if ns in names}
+            self._end(gone, [load for load in self._loading if load.ns in names])
+
+    def forget_all(self) -> None:
+        """All prefixes were dropped."""
+        with self._lock:
+            held = self._made.sessions() if self._made is not None else set()
+            self._end({*self._sources, *(sid for sid in held if sid.endswith(_SUFFIX))}, self._loading)
+
+    def _end(self, gone: set[bytes], loads: list[_Load]) -> None:
+        for load in loads:
+            load.dropped = True
+        for sid in gone:
+            self._sources.pop(sid, None)
+            if self._made is not None:
+                self._made.drop(sid)
 
     def rehydrate(self, ctx: Context, sid: bytes, layer: int) -> bool:
         """Load one cold layer from the prefix it belongs to, if that is stored as it was here. Blocking."""
@@ -142,7 +186,8 @@ class Attention:
         try:
             for found, rows, width in _both(ctx.engine, *sides):
                 if found == layer and rows == count and width == heads * dim:
-                    _load(engine, ctx.engine, sides, layer, rows, (sid, heads, dim))
+                    with self._load_of(ns, sid):
+                        _load(engine, ctx.engine, sides, layer, rows, (sid, heads, dim))
                     return True
         except CommandError:  # dropped, incomplete or damaged: as good as not stored
             return False

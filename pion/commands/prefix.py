@@ -139,6 +139,8 @@ def register(ctx: Context, argv: list[bytes]) -> Any:
     options = _register_options("KV.PREFIX.REGISTER", argv[4:])
     _check_shape(ctx, ns, {kv_dim}, options)
     engine.register(ns, kv_dim, code, **options)
+    if "replace" in options:
+        ctx.server.attention.forget(ns)
     return kv.acknowledged(ctx, OK)
 
 
@@ -159,6 +161,8 @@ def register_schema(ctx: Context, argv: list[bytes]) -> Any:
     if options.pop("layers", len(k_layers)) != len(k_layers):
         raise CommandError("ERR LAYERS must be the number of layers of the schema")
     engine.register_schema(ns, k_layers, v_layers, **options)
+    if "replace" in options:
+        ctx.server.attention.forget(ns)
     return kv.acknowledged(ctx, OK)
 
 
@@ -206,7 +210,9 @@ def drop(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) < 2:
         raise kv.requires("KV.PREFIX.DROP", "ns_key [ns_key ...]")
     names = [kv.namespace(ctx, raw, bounded=False) for raw in argv[1:]]
-    return kv.acknowledged(ctx, int(engine.drop(*names)))
+    dropped = int(engine.drop(*names))
+    ctx.server.attention.forget(*names)
+    return kv.acknowledged(ctx, dropped)
 
 
 @command(
@@ -355,7 +361,9 @@ def _cursor(raw: bytes) -> int:
 )  # fmt: skip
 def flush(ctx: Context, argv: list[bytes]) -> Any:
     """-> how many namespaces were dropped."""
-    return kv.acknowledged(ctx, int(kv.engine(ctx).flush()))
+    dropped = int(kv.engine(ctx).flush())
+    ctx.server.attention.forget_all()
+    return kv.acknowledged(ctx, dropped)
 
 
 @command(

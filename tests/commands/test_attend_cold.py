@@ -12,7 +12,7 @@ from pion.ref import attention as ref
 from tests.support import attend
 from tests.support.attention import cosine, normal
 from tests.support.process import Process
-from tests.support.raw import Raw
+from tests.support.raw import Raw, frame
 
 COLDMISS = "COLDMISS session evicted to cold tier (call KV.PREFIX.WARM)"
 
@@ -147,5 +147,64 @@ def test_autowarm(tmp_path: Path) -> None:
         assert str(attend.query(conn, "stranger", 0, other[:, :1])) == COLDMISS
         assert str(attend.query(conn, "p_attn", 0, q)) == COLDMISS
         conn.ok("KV.PREFIX.DROP", "p")
-        assert str(attend.query(conn, "mine", 3, q)) == COLDMISS
+        assert conn.call("ATTEND.PREFIX.LOOKUP", "mine", 3) == "MISS"
         assert str(conn.call("ATTEND.PREFIX.QUERY", "nobody", 0, 1, 8, 1, other[0, 0].tobytes())).startswith("ERR")
+
+
+def test_autowarm_stays_within_the_prefix_of_namespaces(tmp_path: Path) -> None:
+    flags = "--attend-autowarm", "--attend-warm-slots", "1", "--ns-prefix", "team|"
+    k = normal(1, 2, 8, 16)
+    rows = np.ascontiguousarray(k.swapaxes(0, 1)).tobytes()
+    with Process(tmp_path, *flags) as process, Raw(process.port) as conn:
+        for ns in ("team|mine", "theirs"):
+            for side in ("pk", "pv"):
+                conn.ok("V.CREATE", f"{ns}_{side}", 32, "VQUANT", "fp16")
+                conn.ok("V.STOREBATCH", f"{ns}_{side}", 0, 0, 8, rows)
+            attend.store(conn, f"{ns}_attn", 0, k, k)
+        attend.store(conn, "other", 0, k, k)
+        assert attend.query(conn, "team|mine_attn", 0, k[:, :1]).shape == (2, 1, 16)
+        assert str(attend.query(conn, "theirs_attn", 0, k[:, :1])) == COLDMISS
+
+
+def test_a_name_never_answers_with_what_it_meant_before(tmp_path: Path) -> None:
+    """DROP, FLUSH and REPLACE end what is held of a prefix, warm and cold; sessions of other names stay."""
+    k = normal(1, 2, 8, 16)
+    with Process(tmp_path, "--attend-warm-slots", "4") as process, Raw(process.port) as conn:
+
+        def hold() -> None:
+            conn.ok("ATTEND.PREFIX.DROP", "p_attn", "mine", "q_attn", "free")
+            for ns in ("p", "q"):
+                attend.prefix(conn, ns, 1, 8, 2, 16)
+            for sid in ("p_attn", "q_attn", "free"):
+                attend.store(conn, sid, 0, k, k)
+            assert conn.ok("KV.PREFIX.WARM", "p", 2, 16, "mine") == "1"
+            assert conn.ok("KV.PREFIX.WARM", "q", 2, 16, "q_attn") == "1"
+            assert states() == ["HIT"] * 4
+
+        def states() -> list[Any]:
+            return [conn.call("ATTEND.PREFIX.LOOKUP", sid, 0) for sid in ("p_attn", "mine", "q_attn", "free")]
+
+        hold()
+        conn.ok("KV.PREFIX.DROP", "p")
+        assert states() == ["MISS", "MISS", "HIT", "HIT"]
+        hold()
+        conn.ok("KV.PREFIX.REGISTER", "p", 32, "fp16", "DIGEST", "ab", "REPLACE")
+        assert states() == ["MISS", "MISS", "HIT", "HIT"]
+        conn.ok("KV.PREFIX.DROP", "p")
+        hold()
+        attend.store(conn, "fifth", 0, k, k)
+        assert "COLD" in states()
+        conn.ok("KV.PREFIX.FLUSH")
+        assert states() == ["MISS", "MISS", "MISS", "HIT"]
+
+
+def test_a_prefix_that_is_dropped_while_it_is_warmed_is_not_held(tmp_path: Path) -> None:
+    """Whatever comes first, afterwards nothing of it is there."""
+    with Process(tmp_path) as process, Raw(process.port) as conn, Raw(process.port) as other:
+        for _ in range(6):
+            attend.prefix(conn, "p", 6, 400, 2, 64)
+            conn.send(frame("KV.PREFIX.WARM", "p", 2, 64, "s"))
+            other.ok("KV.PREFIX.DROP", "p")
+            conn.read()
+            states = {conn.call("ATTEND.PREFIX.LOOKUP", "s", layer) for layer in range(6)}
+            assert states == {"MISS"}
