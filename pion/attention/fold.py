@@ -31,7 +31,7 @@ class Fold:
         self.kv_heads = kv_heads
         order = np.argsort(self.head_map, kind="stable")
         place = np.empty(heads, np.int64)
-        place[order] = np.arange(heads) - np.repeat(np.cumsum(each) - each, each)
+        place[order] = np.arange(heads) % self.share  # those of one head are neighbours, and at most so many
         self._place = place
         self._plain = bool((order == np.arange(heads)).all() and (each == self.share).all())
 

@@ -56,7 +56,6 @@ def merge(parts: Sequence[Part]) -> Part:
         lse = base + np.log(total)
     alone = np.count_nonzero(sums > -np.inf, axis=0) == 1
     if alone.any():
-        lse = np.where(alone, top, lse)
         for (own, _), value in zip(parts, sums, strict=True):
             joined = np.where((alone & (value > -np.inf))[..., None], own, joined)
     return _f32(joined), _f32(lse)

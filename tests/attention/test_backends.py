@@ -67,7 +67,7 @@ def test_what_is_held_is_a_copy(ops: Backend) -> None:
 
 
 @pytest.mark.parametrize(
-    "runs", [[(0, 3), (10, 40), (63, 64)], [(0, 64)], [(start, start + 1) for start in range(0, 256, 3)]]
+    "runs", [[(0, 3), (9, 10), (20, 40), (63, 64)], [(0, 64)], [(start, start + 1) for start in range(0, 256, 3)]]
 )
 def test_over_runs_of_positions(ops: Backend, runs: list[tuple[int, int]]) -> None:
     q, scaled, k, v = case(2, 2, 256, 16)
