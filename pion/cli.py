@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from pion import __version__
+from pion.attention.choice import explain
 from pion.config import HelpRequested, Options, VersionRequested, help_text, parse_args
 from pion.errors import NOT_IN_VERSION, PionError, StartupError, StorageError
 
@@ -120,6 +121,7 @@ def banner(options: Options) -> str:
         "data": where,
         "log": f"appendfsync {options.appendfsync}" if options.wal else "off: the ordinary keyspace is not kept",
         "kv cache": _room(options) if options.kvcache else "off (--kvcache)",
+        "attention": _attention(options),
         "login": "password" if options.requirepass else "none",
         "movers": str(options.workers),
     }
@@ -131,6 +133,12 @@ def _room(options: Options) -> str:
     """How many prefixes fit: each is a session for K and one for V."""
     sessions = options.max_sessions
     return f"on, at most {sessions // 2} prefixes (--max-sessions {sessions}; K and V of a prefix count as two)"
+
+
+def _attention(options: Options) -> str:
+    metal = options.metal_attention or options.metal_attention_fp16
+    words = explain(options.attention_mode, metal, options.metal_attention_fp16, options.fa_window)
+    return words if options.attention_mode != "off" or options.attention else f"{words} (--kvcache)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,6 +67,20 @@ class StorageError(CommandError):
     """A write or flush failed: what the command would have acknowledged is not kept."""
 
 
+class ColdMissError(CommandError):
+    """The K/V of a layer went for others: KV.PREFIX.WARM brings them back."""
+
+    def __init__(self, text: str = "COLDMISS session evicted to cold tier (call KV.PREFIX.WARM)") -> None:
+        super().__init__(text)
+
+
+class AttentionMissError(CommandError):
+    """No K/V of this shape is held for the session and layer."""
+
+    def __init__(self, text: str = "ERR session not found") -> None:
+        super().__init__(text)
+
+
 class TicketError(PionError):
     """A ticket of KV.PREFIX.LANE that is unknown, used, too old, or for an entry that is gone."""
 

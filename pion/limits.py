@@ -70,6 +70,18 @@ LANE_CLIENTS: Final = 64  # at the lane's socket at a time; each stays for a mom
 LANE_LENT: Final = 256  # files that clients may map, and that are held open to ask the kernel whether they still do
 EXPORT_UNUSED: Final = 600.0  # seconds after which a file that nobody asks for is deleted
 
+# --- attention (wire.md §5) ----------------------------------------------------------------------------------------
+ATTEND_WARM_SLOTS: Final = 256  # layers whose K/V are in memory
+ATTEND_COLD_SLOTS: Final = 1024  # layers that are remembered after their K/V went
+ATTEND_MAX_SLOTS: Final = 1 << 20
+ATTEND_MAX_BYTES: Final = 8 * GIB  # of K/V in memory, where nobody says; the server: a share of the machine's memory
+ATTEND_MEMORY_SHARE: Final = 4
+ATTEND_MAX_HEAD_DIM: Final = 512
+ATTEND_HEAD_DIM_STEP: Final = 8
+ATTEND_HEAD_DIMS: Final = "multiples of 8 up to 512"
+ATTEND_MAX_HEADS: Final = 256  # of K/V: a head map has one byte a head
+ATTEND_INLINE: Final = 1 << 18  # multiplications that take the plane's thread less time than giving them to another
+
 # --- formats: the code is a byte on disk and never changes ---------------------------------------------------------
 FORMATS: Final[dict[str, int]] = {
     "int8": 0,

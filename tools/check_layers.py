@@ -21,8 +21,8 @@ USES: dict[str, tuple[str, ...]] = {
     "_core": ("errors", "limits"),
     "ref": ("_core",),  # for the value types its answers are compared in
     "wire": ("_core",),
-    "attention": ("_core", "ref"),
     "metal_kernels": ("_core", "ref"),
+    "attention": ("_core", "ref", "metal_kernels"),
     "store": ("_core",),
     "auth": ("errors",),
     "commands": ("store", "attention", "wire", "auth"),

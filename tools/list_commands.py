@@ -18,13 +18,14 @@ HEAD = """\
 Made from the server's command table by `tools/list_commands.py`; `COMMAND DOCS` tells the same, and `redis-cli` makes
 its hints of that. Lower case names an argument, `[...]` is optional, `|` separates alternatives, and `...` repeats what
 stands before it. Whatever is not listed answers `ERR unknown command`. Prefixes, rows and recurrent state need
-`--kvcache`.
+`--kvcache`, attention needs that or `--attention`.
 
 `FLUSHALL` and `FLUSHDB` empty databases of the ordinary keyspace. Prefixes are in none and stay: `KV.PREFIX.FLUSH`
 drops them all, `KV.PREFIX.DROP` single ones.
 """
 TITLES = {
-    "prefix": "Prefixes", "vstore": "Rows", "state": "Recurrent state", "pion": "Figures", "string": "Strings",
+    "prefix": "Prefixes", "vstore": "Rows", "state": "Recurrent state", "attention": "Attention", "pion": "Figures",
+    "string": "Strings",
     "hash": "Hashes", "sorted-set": "Sorted sets", "generic": "Keys", "connection": "Connections", "server": "Server",
     "cluster": "Cluster",
 }  # fmt: skip

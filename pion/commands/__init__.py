@@ -1,6 +1,7 @@
 """The commands: one declarative table, one module a family. Importing the package registers every family."""
 
 from pion.commands import (
+    attend,
     client,
     config_cmd,
     connection,
@@ -26,6 +27,6 @@ from pion.commands.state import ServerState
 
 __all__ = [
     "Dispatcher", "ServerState",
-    "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "lane", "prefix",
+    "attend", "client", "config_cmd", "connection", "export", "hashes", "info", "introspect", "keys", "lane", "prefix",
     "prefix_keep", "prefix_match", "server", "ssm", "stats", "strings", "vcommands", "zranges", "zsets",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """One flush for every command that waits for the medium.
 
-A thread or a task for each waiting command would cost more than its share of a flush. So a command answers `Flushed`,
+A thread or a task for each waiting command would cost more than its share of a flush. So a command answers `Later`,
 which is a place in the list of those who wait; one task flushes as long as there are any, and ends all that had asked
 before a flush began when it is over.
 
@@ -29,12 +29,12 @@ log = logging.getLogger("pion.commands")
 PAUSE_MOST: Final = 0.002  # seconds
 
 
-class Flushed:
-    """A reply that is due when everything before it is on stable storage. It may also be awaited.
+class Later:
+    """A reply that comes later, when `end` is called in the plane's thread. It may also be awaited.
 
     Attributes:
         value: the reply then.
-        finish: turns it, or the CommandError of a failed flush, into what is sent; set by the dispatcher.
+        finish: turns it, or the CommandError given to `end`, into what is sent; set by the dispatcher.
         deliver: sends it; set by whoever asked the dispatcher.
     """
 
@@ -47,7 +47,7 @@ class Flushed:
         self._new_event = new_event
 
     def end(self, error: CommandError | None) -> None:
-        """The flush is over."""
+        """It is due, or has failed."""
         self.deliver(self.finish(self.value if error is None else error))
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -72,7 +72,7 @@ class GroupCommit:
     """Flushes for commands; `later` is what a handler returns."""
 
     def __init__(self) -> None:
-        self._waiting: list[Flushed] = []
+        self._waiting: list[Later] = []
         self._running = False
 
     def later(self, ctx: Context, value: Any) -> Any:
@@ -80,7 +80,7 @@ class GroupCommit:
         server = ctx.server
         if server.spawn is None or server.new_event is None:
             return _alone(ctx, value)
-        reply = Flushed(value, server.new_event)
+        reply = Later(value, server.new_event)
         self._waiting.append(reply)
         if not self._running:
             self._running = True
@@ -116,7 +116,7 @@ class GroupCommit:
 
 async def settled(value: Any) -> Any:
     """What a handler answered, also when it comes later."""
-    return await value if type(value) in (CoroutineType, Flushed) else value
+    return await value if type(value) in (CoroutineType, Later) else value
 
 
 async def _alone(ctx: Context, value: Any) -> Any:

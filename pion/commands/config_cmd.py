@@ -36,7 +36,12 @@ def config_get(ctx: Context, argv: list[bytes]) -> Any:
 
 def _running(ctx: Context) -> dict[str, str]:
     """Options that a default or the system decided at start, with what was decided."""
-    options, out = ctx.options, {"max-bytes": str(ctx.engine.info()["vstore_max_bytes"])}
+    options, attention = ctx.options, ctx.server.attention
+    out = {
+        "max-bytes": str(ctx.engine.info()["vstore_max_bytes"]),
+        "attention": attention.mode,
+        "attend-max-bytes": str(attention.max_bytes),
+    }
     if ctx.server.port:
         out["port"] = str(ctx.server.port)
     if options.dir and not options.memory_only:

@@ -13,7 +13,7 @@ from typing import Any
 from pion import errors
 from pion.auth import Authenticator
 from pion.commands import table
-from pion.commands.commits import Flushed, settled
+from pion.commands.commits import Later, settled
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
 from pion.store.caps import ROOM_TRIES
@@ -65,6 +65,10 @@ class Context:
         """Unix time in milliseconds, as TTLs count."""
         return int(self.engine.keyspace.now_ms)
 
+    def computed(self, fn: Any) -> Any:
+        """The reply that a call which keeps a core busy returns; computed in a thread where there are others."""
+        return fn() if self.server.computing is None else self.server.computing.later(fn)
+
     async def in_thread(self, fn: Any, *args: Any) -> Any:
         """Runs a blocking call without holding up other connections.
 
@@ -113,6 +117,7 @@ class Dispatcher:
         self.server.engine = engine
         if options is not None:
             self.server.bound_memory(options.maxmemory, options.maxmemory_policy)
+            self.server.attention.configure(options)
             self.server.slowlog.threshold_us = options.slowlog_log_slower_than
             self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None
@@ -258,7 +263,7 @@ class Dispatcher:
             value = _failure(record, error)
         if type(value) is CoroutineType:
             return self._await(conn, record, argv, started, value)
-        if type(value) is Flushed:
+        if type(value) is Later:
             value.finish = functools.partial(self._flushed, conn, record, argv, started)
             return value
         return self._done(conn, record, argv, started, value)

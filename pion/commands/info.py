@@ -188,6 +188,11 @@ def _pion(ctx: Context) -> Lines:
     return receipt.info_lines(ctx.engine)
 
 
+def _attention(ctx: Context) -> Lines:
+    attention = ctx.server.attention
+    return [*attention.settings().items(), *attention.figures().items()]
+
+
 _SECTIONS: dict[str, Callable[[Context], Lines]] = {
     "server": _server,
     "clients": _clients,
@@ -201,6 +206,7 @@ _SECTIONS: dict[str, Callable[[Context], Lines]] = {
     "cluster": _cluster,
     "keyspace": _keyspace,
     "pion": _pion,
+    "attention": _attention,
 }
 _TITLES = {"cpu": "CPU"}
 _NOT_DEFAULT = frozenset({"commandstats"})

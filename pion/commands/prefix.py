@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pion import errors, limits
 from pion.commands import args, kv, schema
+from pion.commands.attention import NO_METAL
 from pion.commands.table import command
 from pion.errors import CommandError
 from pion.wire.resp import OK, Simple
@@ -136,6 +137,8 @@ def register(ctx: Context, argv: list[bytes]) -> Any:
     options = _register_options("KV.PREFIX.REGISTER", argv[4:])
     _check_shape(ctx, ns, {kv_dim}, options)
     engine.register(ns, kv_dim, code, **options)
+    if "replace" in options:
+        ctx.server.attention.forget(ns)
     return kv.acknowledged(ctx, OK)
 
 
@@ -156,6 +159,8 @@ def register_schema(ctx: Context, argv: list[bytes]) -> Any:
     if options.pop("layers", len(k_layers)) != len(k_layers):
         raise CommandError("ERR LAYERS must be the number of layers of the schema")
     engine.register_schema(ns, k_layers, v_layers, **options)
+    if "replace" in options:
+        ctx.server.attention.forget(ns)
     return kv.acknowledged(ctx, OK)
 
 
@@ -203,7 +208,9 @@ def drop(ctx: Context, argv: list[bytes]) -> Any:
     if len(argv) < 2:
         raise kv.requires("KV.PREFIX.DROP", "ns_key [ns_key ...]")
     names = [kv.namespace(ctx, raw, bounded=False) for raw in argv[1:]]
-    return kv.acknowledged(ctx, int(engine.drop(*names)))
+    dropped = int(engine.drop(*names))
+    ctx.server.attention.forget(*names)
+    return kv.acknowledged(ctx, dropped)
 
 
 @command(
@@ -352,7 +359,9 @@ def _cursor(raw: bytes) -> int:
 )  # fmt: skip
 def flush(ctx: Context, argv: list[bytes]) -> Any:
     """-> how many namespaces were dropped."""
-    return kv.acknowledged(ctx, int(kv.engine(ctx).flush()))
+    dropped = int(kv.engine(ctx).flush())
+    ctx.server.attention.forget_all()
+    return kv.acknowledged(ctx, dropped)
 
 
 @command(
@@ -360,9 +369,26 @@ def flush(ctx: Context, argv: list[bytes]) -> Any:
     "Loads a prefix into the attention engine.", "O(N) for N rows",
 )  # fmt: skip
 def warm(ctx: Context, argv: list[bytes]) -> Any:
-    """`ns H D [attend_sid]`: refused without an attention engine."""
+    """`ns H D [attend_sid]` -> +layers, and ` skipped_dim=k` behind it when k layers are not D wide by a whole number.
+
+    H is the number of heads of K and V; where H * D is not what is stored, as many heads of D as are there.
+    """
     kv.engine(ctx)
     if len(argv) < 4:
         raise kv.requires("KV.PREFIX.WARM", "ns_key H D")
-    kv.namespace(ctx, argv[1])
-    raise CommandError("ERR Metal attention not available (start with --metal-attention)")
+    ns = kv.namespace(ctx, argv[1])
+    heads, dim = args.integer(argv[2]), args.integer(argv[3])
+    if not (1 <= heads <= limits.ATTEND_MAX_HEADS and 1 <= dim <= limits.ATTEND_MAX_HEAD_DIM):
+        raise CommandError(f"ERR invalid H/D (1..{limits.ATTEND_MAX_HEADS} / 1..{limits.ATTEND_MAX_HEAD_DIM})")
+    ctx.server.attention.require(NO_METAL)
+    if not all(ctx.engine.v_exists(ns + side) for side in (b"_pk", b"_pv")):
+        raise CommandError("ERR KV.PREFIX.WARM namespace not registered (call KV.PREFIX.REGISTER first)")
+    sid = argv[4] if len(argv) > 4 and argv[4] else ns
+    if len(sid) > limits.MAX_SID:
+        raise CommandError(f"ERR session_id length must be 1..{limits.MAX_SID}")
+
+    def load() -> Any:
+        layers, skipped = ctx.server.attention.warm(ctx.engine, ns, heads, dim, sid)
+        return Simple(b"%d skipped_dim=%d" % (layers, skipped) if skipped else b"%d" % layers)
+
+    return ctx.computed(load)

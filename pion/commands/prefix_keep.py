@@ -120,7 +120,7 @@ def info(ctx: Context, argv: list[bytes]) -> Any:
     and pttl in ms, -1 = for ever)."""
     engine = kv.engine(ctx, hint=False)
     if len(argv) < 2:
-        return _lines(engine.info())
+        return _lines(engine.info() | ctx.server.attention.figures())
     ns = kv.namespace(ctx, argv[1], bounded=False)
     return _loaded(ctx, [ns], lambda: _lines(engine.about(ns)))
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pion import limits
+from pion.commands.attention import Attention
 from pion.commands.commits import GroupCommit
+from pion.commands.computing import Computing
 from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
@@ -128,6 +130,8 @@ class ServerState:
         to_thread: `await to_thread(fn, *args)` runs a blocking call off the event loop.
         commit: flushes for the commands that wait for the medium.
         to_waiting_thread: the same for calls that wait for others which themselves need threads.
+        computing: threads for calls that keep a core busy.
+        attention: the attention engine, made when it is first needed.
         spawn: starts `async_fn()` in the background.
         new_event: makes an event with `set()` and `await wait()`; needed for CLIENT PAUSE.
         shut_down: called once with `save: bool` by SHUTDOWN.
@@ -139,6 +143,8 @@ class ServerState:
     to_thread: Callable[..., Awaitable[Any]] = _inline
     commit: GroupCommit = field(default_factory=GroupCommit)
     to_waiting_thread: Callable[..., Awaitable[Any]] = _inline
+    computing: Computing | None = None
+    attention: Attention = field(default_factory=Attention)
     spawn: Callable[[Callable[[], Awaitable[Any]]], None] | None = None
     new_event: Callable[[], Any] | None = None
     shut_down: Callable[[bool], None] | None = None

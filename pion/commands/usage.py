@@ -162,6 +162,20 @@ V.EXPORT k-sid v-sid start end layers heads head-dim
 SSM.PREFIX.STORE sid layer value
 SSM.PREFIX.FETCH sid layer
 SSM.PREFIX.DROP sid [layer]
+KV.PREFIX.WARM namespace kv-heads head-dim [sid]
+ATTEND.PREFIX.STORE sid layer kv-heads rows head-dim keys values
+ATTEND.PREFIX.LOOKUP sid layer
+ATTEND.PREFIX.QUERY sid layer heads head-dim top-k queries [fa-window] [SINKS sinks] [WITHLSE]
+ATTEND.PREFIX.QUERY_FUSED sid layer heads head-dim suffix-rows kv-heads queries suffix-keys suffix-values head-map\
+ [fa-window] [SINKS sinks]
+ATTEND.PREFIX.QUERY_SPARSE sid layer heads head-dim most-indices queries indices counts [fa-window] [SINKS sinks]\
+ [WITHMASS]
+ATTEND.PREFIX.QUERY_SPARSE_AUTO sid layer heads head-dim block-size top-blocks kv-heads queries head-map\
+ [fa-window [selector]] [SINKS sinks] [WITHMASS]
+ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED sid layer heads head-dim block-size top-blocks kv-heads suffix-rows queries\
+ suffix-keys suffix-values head-map [fa-window [selector]] [SINKS sinks] [WITHMASS]
+ATTEND.PREFIX.DROP sid...
+ATTEND.PREFIX.INFO [sid]
 PION.STATS [RESET]
 """
 
@@ -169,7 +183,8 @@ _INTEGERS: Final = frozenset(
     {
         "seconds", "milliseconds", "count", "index", "cursor", "increment", "decrement", "offset", "start", "end",
         "stop", "timeout", "protover", "layers", "layer", "rows", "tokens", "heads", "head-dim", "kv-dim", "dim",
-        "client-id", "numreplicas", "snapshot", "block-size", "token-id", "limit",
+        "client-id", "numreplicas", "snapshot", "block-size", "token-id", "limit", "kv-heads", "top-k", "fa-window",
+        "suffix-rows", "most-indices", "top-blocks", "selector",
     }
 )  # fmt: skip
 _UNIX: Final = frozenset({"unix-time", "unix-time-ms"})

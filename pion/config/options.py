@@ -169,7 +169,7 @@ class Options:
         limits.DATABASES, "Server", "numbered databases", _number(1, limits.DATABASES), flag=None, redis="databases"
     )
     profile: str = option("kv", "Server", "kv: what this version has", _profile, metavar="kv|full")
-    kvcache: bool = option(False, "KV cache", "serve V.*, KV.PREFIX.*, SSM.PREFIX.*", _boolean, switch=True)
+    kvcache: bool = option(False, "KV cache", "serve V.*, KV.PREFIX.*, SSM.PREFIX.*, ATTEND.*", _boolean, switch=True)
     lane: str = option(
         "", "KV cache", "Unix socket that hands files to local clients (default: in --dir)",
         metavar="PATH|off",
@@ -181,6 +181,33 @@ class Options:
     )  # fmt: skip
     max_bytes: int | None = option(
         None, "KV cache", "bytes of entry files kept (default: 80 % of the free disk at start)", _size, metavar="SIZE"
+    )
+    attention: str = option(
+        "", "Attention", "auto, metal, mlx, cpu or off (default: auto with --kvcache)",
+        _choice("auto", "metal", "mlx", "cpu", "off"), metavar="BACKEND",
+    )  # fmt: skip
+    metal_attention: bool = option(
+        False, "Attention", "serve ATTEND.*, with Metal kernels where there is Metal", _boolean, switch=True
+    )
+    metal_attention_fp16: bool = option(
+        False, "Attention", "the same, and hold K/V in half precision", _boolean, switch=True
+    )
+    fa_window: int = option(
+        0, "Attention", "queries see so many positions at the end of a prefix; 0 = all", _number(0, 1 << 31)
+    )
+    attend_warm_slots: int = option(
+        limits.ATTEND_WARM_SLOTS, "Attention", "layers whose K/V are in memory",
+        _number(1, limits.ATTEND_MAX_SLOTS),
+    )  # fmt: skip
+    attend_cold_slots: int = option(
+        limits.ATTEND_COLD_SLOTS, "Attention", "layers remembered after that", _number(0, limits.ATTEND_MAX_SLOTS)
+    )
+    attend_max_bytes: int | None = option(
+        None, "Attention", "bytes of K/V in memory (default: 25 %)", _memory,
+        metavar="SIZE|N%",
+    )  # fmt: skip
+    attend_autowarm: bool = option(
+        False, "Attention", "a query of a cold layer reads it from its stored prefix", _boolean, switch=True
     )
     dir: str = option("", "Data", "data directory (default: ./pion-<port>)", metavar="PATH", redis="dir")
     memory_only: bool = option(False, "Data", "keep everything in memory, no data directory", _boolean, switch=True)
@@ -224,6 +251,13 @@ class Options:
     def wal(self) -> bool:
         """Whether the ordinary keyspace is logged."""
         return self.appendonly and not self.memory_only
+
+    @property
+    def attention_mode(self) -> str:
+        """What computes attention: one of the words of `attention`, decided by the other flags when that is not set."""
+        if self.attention:
+            return self.attention
+        return "auto" if self.kvcache or self.metal_attention or self.metal_attention_fp16 else "off"
 
     def parameters(self) -> dict[str, str]:
         """Every parameter CONFIG GET knows, by name, with its value as text; the password is not shown."""
@@ -303,8 +337,7 @@ LATER_FLAGS: Mapping[str, bool] = {
     "--blob-threshold": True, "--no-blob-tier": False, "--crash-log": True, "--status-file": True,
     "--rss-warn-pct": True, "--epoll": False, "--iouring": False, "--sqpoll": False, "--xdp": False,
     "--xdp-iface": True, "--xdp-interface": True, "--dim": True, "--max-elements": True, "--polarquant": False,
-    "--turboquant": False, "--nanoquant": False, "--gpu": False, "--metal-attention": False,
-    "--metal-attention-fp16": False, "--cuda-attention": False, "--attention": True, "--fa-window": True,
+    "--turboquant": False, "--nanoquant": False, "--gpu": False, "--cuda-attention": False,
     "--moe-cache": True, "--moe-cache-mib": True, "-G": False, "--ai-gateway": False, "-M": True,
     "--max-engine": True, "--flare": False, "--emb-enabled": False, "--emb-model": True, "--emb-host": True,
     "--emb-port": True, "--emb-dim": True, "--emb-query-prefix": True, "--emb-doc-prefix": True,

@@ -180,6 +180,8 @@ def _check(options: Options, env: Mapping[str, str]) -> Options:
             raise StartupError(f"PION_REQUIREPASS: {error}") from None
     if options.memory_only and options.dir:
         raise StartupError("--memory-only keeps nothing on disk: drop --dir")
+    if options.attention == "off" and (options.metal_attention or options.metal_attention_fp16):
+        raise StartupError("--attention off contradicts --metal-attention: drop one of them")
     if options.port < 0 and not options.unixsocket:
         raise StartupError("nothing to listen on: --port -1 needs --unixsocket")
     if not options.dir and not options.memory_only:

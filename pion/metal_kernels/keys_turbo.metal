@@ -1,12 +1,9 @@
-// The key forms of turbo4, turbo3 and turbo2: blocks of 64 rows with levels per channel, turned by the rope.
-// A block: eight octets of rows, BITS planes of dim bytes each, a byte the bits of a channel's eight codes; then dim
-// fp16 scales and dim fp16 biases. A value is bias + scale * code; scale * code is exact in fp32. Where a scale's sign is
-// set, the channel has a bit more, kept in the last plane in the place of its partner, which has one less. Partners
-// mirror each other in half a head, or in half a row of keys without a rope.
+// The key forms of turbo4, turbo3 and turbo2, turned by the rope. Partners mirror each other in half a head, or in half
+// a row of keys without a rope.
 //
-// One thread per pair (j, j + D/2) of a head, which the rope turns; the last value of an odd head is its own pair and is
-// not turned. `turns` holds, for each row, D/2 cosines and D/2 sines: angles need double precision, which Metal lacks, and
-// all layers share them. BLOCK bytes of a block; TURNED: there is a rope.
+// One thread per pair (j, j + D/2) of a head, which the rope turns; the last value of an odd head is its own pair and
+// is not turned. `turns` holds, for each row, D/2 cosines and D/2 sines: angles need double precision, which Metal
+// lacks, and all layers share them. BLOCK bytes of a block; TURNED: there is a rope.
 const uint dim = H * D, half_head = D / 2, width = (D + 1) / 2;
 const uint pairs = (TURNED ? D : dim) / 2;
 uint row = thread_position_in_grid.y;
@@ -16,20 +13,12 @@ bool paired = j < half_head;
 float value[2] = {0.0f, 0.0f};
 if (row < count) {
     uint place = (row + skip) % 64, block = (row + skip) / 64 * BLOCK;
-    uint octet = block + place / 8 * (BITS * dim), line = place % 8;
-    uint last = octet + (BITS - 1) * dim, scales = block + 8 * BITS * dim;
+    uint octet = block + place / 8 * (BITS * dim), scales = block + 8 * BITS * dim;
     for (uint side = 0; side < (paired ? 2u : 1u); side++) {
-        uint channel = head * D + (paired ? j + side * half_head : D - 1);
-        uint start = TURNED ? head * D : 0, at = channel - start;
-        uint partner = start + (at < pairs ? pairs - 1 - at : at < 2 * pairs ? 3 * pairs - 1 - at : at);
-        uint code = 0;
-        for (uint k = 0; k < BITS; k++) code |= (uint(rows[octet + k * dim + channel]) >> line & 1) << k;
-        if (partner != channel) {
-            if (rows[scales + 2 * partner + 1] >> 7) code &= (1u << (BITS - 1)) - 1;
-            if (rows[scales + 2 * channel + 1] >> 7) code |= (uint(rows[last + partner]) >> line & 1) << BITS;
-        }
-        uint scale = scales + 2 * channel;
-        value[side] = half_at(rows, scale + 2 * dim) + fabs(half_at(rows, scale)) * float(code);
+        uint channel = head * D + (paired ? j + side * half_head : D - 1), scale = scales + 2 * channel;
+        uint plane[BITS + 1];
+        key_planes<BITS>(rows, octet, scales, dim, channel, key_partner(channel, TURNED ? head * D : 0, pairs), plane);
+        value[side] = half_at(rows, scale + 2 * dim) + fabs(half_at(rows, scale)) * key_code<BITS>(plane, place % 8);
     }
     if (TURNED && paired) {
         float c = turns[row * 2 * half_head + j], s = turns[row * 2 * half_head + half_head + j];

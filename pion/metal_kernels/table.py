@@ -15,7 +15,7 @@ from typing import Final
 from pion.limits import FORMATS
 from pion.ref import turbo
 
-__all__ = ["KERNELS", "KEY_ROWS", "Kernel", "Rows", "bits_of", "kernel_of"]
+__all__ = ["KERNELS", "KEY_ROWS", "Kernel", "Rows", "bits_of", "kernel_of", "key_block_bytes", "text"]
 
 KEY_ROWS: Final = 64  # rows of a block in the key forms
 
@@ -87,15 +87,16 @@ class Kernel:
     @property
     def source(self) -> str:
         """The body."""
-        return _text(self.name)
+        return text(self.name)
 
     @property
     def header(self) -> str:
         """What stands in front of the kernel."""
-        return "\n".join(_text(name) for name in self.headers)
+        return "\n".join(text(name) for name in self.headers)
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
+    """The text of a file of kernels."""
     return resources.files("pion.metal_kernels").joinpath(f"{name}.metal").read_text(encoding="utf-8")
 
 
@@ -118,7 +119,7 @@ def _plain(name: str) -> Kernel:
     return Kernel(
         name,
         ("rows", "extent"),
-        ("common",),
+        ("common", "stored"),
         template=_heads,
         extent=lambda rows: (rows.count, rows.capacity),
         threads=lambda rows: _line(rows.dim),
@@ -153,10 +154,14 @@ def _turbo(rows: Rows) -> Template:
     }
 
 
+def key_block_bytes(rows: Rows) -> int:
+    """Bytes of a block of 64 rows in a key form."""
+    return -(-(8 * bits_of(rows.fmt) + 4) * rows.dim // 64) * 64
+
+
 def _keys(rows: Rows) -> Template:
     bits = bits_of(rows.fmt)
-    block = -(-(8 * bits + 4) * rows.dim // 64) * 64
-    return {**_heads(rows), "BITS": bits, "BLOCK": block, "TURNED": rows.turned}
+    return {**_heads(rows), "BITS": bits, "BLOCK": key_block_bytes(rows), "TURNED": rows.turned}
 
 
 def _pairs(rows: Rows) -> int:
@@ -182,7 +187,7 @@ KERNELS: Final[dict[str, Kernel]] = {
         Kernel(
             "keys_turbo",
             ("rows", "turns", "extent"),
-            ("common",),
+            ("common", "stored"),
             template=_keys,
             extent=lambda rows: (rows.skip, rows.count, rows.capacity),
             threads=lambda rows: _line(_pairs(rows)),

@@ -31,3 +31,59 @@ inline float turbo_flip(float value, uint i, uint seed) {
     word ^= word >> 16;
     return as_type<float>(as_type<uint>(value) ^ word >> i % 32 << 31);
 }
+
+// The size of the first block of the `left` values that remain of a piece: see pion/ref/turbo.py.
+inline uint turbo_block(uint left, uint most) {
+    uint low = left & (~left + 1), n = left;
+    if (left > most || left / low > 15) {
+        n = most;
+        while (n > left) n /= 2;
+    }
+    return n;
+}
+
+// The level of the code of BITS bits that begins `bit` bits behind byte `at`.
+template <int BITS, typename P>
+inline float turbo_level(P bytes, uint at, uint bit) {
+    const uint half_codes = 1 << (BITS - 1);
+    uint place = at + bit / 8, shift = bit % 8, word = bytes[place];
+    if (shift + BITS > 8) word |= uint(bytes[place + 1]) << 8;
+    uint code = word >> shift & (2 * half_codes - 1);
+    float level = turbo_levels[half_codes - 2 + (code & (half_codes - 1))];
+    return code & half_codes ? -level : level;
+}
+
+// The 16-bit gain at a place: bits 30..15 of an fp32.
+template <typename P>
+inline float turbo_gain(P bytes, uint at) {
+    return as_type<float>((uint(bytes[at]) | uint(bytes[at + 1]) << 8) << 15);
+}
+
+// y, of n = m * 2^k values with m odd, times the matrix Hartley(m) (x) Hadamard(2^k): additions of pairs a barrier
+// apart, and then for m > 1 sums over columns, each of which one thread owns. All threads of a threadgroup; ends with a
+// barrier.
+inline void turbo_spread(threadgroup float *y, uint n, uint t, uint threads) {
+    uint run = n & (~n + 1), m = n / run;
+    for (uint stride = run / 2; stride > 0; stride /= 2) {
+        for (uint k = t; k < n / 2; k += threads) {
+            uint i = k / stride * (2 * stride) + k % stride;
+            float a = y[i], b = y[i + stride];
+            y[i] = a + b;
+            y[i + stride] = a - b;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (m > 1) {
+        uint table = (m * m - 2 * m - 3) / 4;
+        for (uint column = t; column < run; column += threads) {
+            float values[15];
+            for (uint j = 0; j < m; j++) values[j] = y[j * run + column];
+            for (uint k = 0; k < m; k++) {
+                float sum = values[0];
+                for (uint j = 1; j < m; j++) sum = sum + values[j] * turbo_hartley[table + j * k % m];
+                y[k * run + column] = sum;
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}

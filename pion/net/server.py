@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from types import CoroutineType
 from typing import Any
@@ -23,9 +24,11 @@ import trio
 
 from pion import errors, limits
 from pion._core.plane import PENDING, Conn, Plane
+from pion.attention.choice import refusal
 from pion.auth import Authenticator
 from pion.commands import Dispatcher, ServerState, table
-from pion.commands.commits import Flushed
+from pion.commands.commits import Later
+from pion.commands.computing import Computing
 from pion.config import Options
 from pion.net.lane import Lane
 from pion.net.listeners import address_text, open_tcp, open_unix, raise_descriptor_limit
@@ -67,6 +70,8 @@ class Server:
     async def run(self, task_status: trio.TaskStatus[int]) -> None:
         """Serves until `stopping` is set; reports the bound TCP port (0 without one) once connections are accepted."""
         options = self.options
+        if (why := refusal(options.attention_mode)) is not None:
+            raise errors.StartupError(f"--attention {options.attention_mode}: {why}")
         sys.setswitchinterval(0.0005)  # one busy Python handler must not keep the plane waiting for 5 ms
         fds = raise_descriptor_limit(options.maxclients + limits.DEFAULT_MAX_SESSIONS)
         reserved = max(RESERVED_FDS, fds // 4 + 96)
@@ -85,6 +90,9 @@ class Server:
             finally:
                 if self._lane is not None:
                     self._lane.close()
+                if self.state.computing is not None:
+                    with trio.CancelScope(shield=True):  # behind it no reply is on its way to the plane any more
+                        await trio.to_thread.run_sync(self.state.computing.close)
                 self.plane.close()
         finally:
             self._close_listeners()
@@ -164,6 +172,7 @@ class Server:
         state.port = port
         state.to_thread = trio.to_thread.run_sync
         state.to_waiting_thread = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(WAITERS))
+        state.computing = Computing(partial(_soon, trio.lowlevel.current_trio_token()), trio.Event)
         state.new_event = trio.Event
         state.shut_down = self._shut_down
 
@@ -207,7 +216,7 @@ class Server:
         if type(value) is CoroutineType:
             self._nursery.start_soon(self._finish, conn, value)
             return PENDING
-        if type(value) is Flushed:
+        if type(value) is Later:
             value.deliver = partial(self.plane.resume, conn)
             return PENDING
         return value
@@ -338,6 +347,12 @@ def stream_table() -> list[tuple[bytes, int]]:
         for record in table.walk()
         if record.stream_arg is not None and record.open_stream is not None
     ]
+
+
+def _soon(token: trio.lowlevel.TrioToken, fn: Any, *args: Any) -> None:
+    """Calls in the thread of trio; nothing when it has ended meanwhile, and with it everybody who waits."""
+    with suppress(trio.RunFinishedError):
+        token.run_sync_soon(fn, *args)
 
 
 def _in_main_thread() -> bool:

@@ -8,12 +8,25 @@ sees no key is (0, -inf): the identity of `merge`. After the online softmax of F
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Part", "attend", "merge"]
+__all__ = [
+    "BLOCK_MEAN",
+    "QUEST",
+    "Part",
+    "attend",
+    "attend_picked",
+    "block_scores",
+    "choose_blocks",
+    "merge",
+    "with_sinks",
+]
+
+BLOCK_MEAN: Final = "block_mean"
+QUEST: Final = "quest"
 
 Array = NDArray[Any]
 Part = tuple[Array, Array]
@@ -86,3 +99,78 @@ def merge(parts: Sequence[Part]) -> Part:
     with np.errstate(divide="ignore"):
         lse = np.where(alone, top, base + np.log(total))
     return np.where(alone[..., None], only, joined).astype(outs.dtype), lse.astype(sums.dtype)
+
+
+def with_sinks(part: Part, sinks: Array) -> Part:
+    """A part to which attention sinks are added: a logit for each query that takes its share and has no value.
+
+    Args:
+        sinks: (H_q,) or (H_q, M) logits; -inf = none.
+    """
+    out, lse = part
+    sinks = sinks if sinks.ndim == lse.ndim else sinks[:, None]
+    return merge([part, (np.zeros_like(out), np.broadcast_to(sinks, lse.shape).astype(lse.dtype))])
+
+
+# --- sparse attention ------------------------------------------------------------------------------------------------
+
+
+def attend_picked(
+    queries: Array, keys: Array, values: Array, picked: Sequence[Array], *, scale: float | None = None
+) -> Part:
+    """Attention of one query a head over some of the keys.
+
+    Args:
+        queries: (H_q, D).
+        keys, values: (H, N, D), H dividing H_q.
+        picked: for each query head the positions of its keys; a position that is given twice counts twice, one outside
+            of 0..N-1 not at all.
+
+    Returns:
+        out (H_q, D) and lse (H_q,).
+    """
+    heads, (kv_heads, count, _) = len(queries), keys.shape
+    outs, sums = [], []
+    for head in range(heads):
+        where = np.asarray(picked[head], np.int64)
+        where = where[(where >= 0) & (where < count)]
+        own = head // (heads // kv_heads)
+        side = slice(own, own + 1)
+        out, lse = attend(queries[head][None, None], keys[side][:, where], values[side][:, where], scale=scale)
+        outs.append(out[0, 0])
+        sums.append(lse[0, 0])
+    return np.stack(outs), np.stack(sums)
+
+
+def block_scores(queries: Array, keys: Array, block: int, head_map: Array, selector: str = BLOCK_MEAN) -> Array:
+    """How much the blocks of a prefix may matter to the query heads together.
+
+    The mean logit of a block (`BLOCK_MEAN`), or the bound on the logits in it that its least and greatest values in
+    each channel give (`QUEST`, arXiv 2406.10774), averaged over the query heads.
+
+    Args:
+        queries: (H_q, D).
+        keys: (H, N, D).
+        block: keys of a block; the last one may have fewer.
+        head_map: for each query head its head of `keys`.
+
+    Returns:
+        One score for each block, fp64.
+    """
+    q, k = queries.astype(np.float64), keys.astype(np.float64)
+    scores = []
+    for start in range(0, k.shape[1], block):
+        part = k[:, start : start + block]
+        if selector == QUEST:
+            low, high = part.min(axis=1)[head_map], part.max(axis=1)[head_map]
+            scores.append(np.maximum(q * low, q * high).sum())
+        else:
+            scores.append((q * part.mean(axis=1)[head_map]).sum())
+    averaged: Array = np.array(scores) / len(q) / np.sqrt(q.shape[1])
+    return averaged
+
+
+def choose_blocks(scores: Array, k_top: int) -> list[int]:
+    """The `k_top` blocks with the highest scores, of equal ones the earlier, and always the last; ascending."""
+    chosen = np.argsort(-scores, kind="stable")[:k_top]
+    return sorted({*chosen.tolist(), len(scores) - 1})

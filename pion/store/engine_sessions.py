@@ -123,6 +123,10 @@ class SessionMethods:
         """
         return self._served(self._sessions.fetch_range(sid, layer, start, end, native))
 
+    def v_read(self, sid: bytes, layer: int, start: int, end: int) -> Extents | None:
+        """`v_fetch_range` for this process itself: nothing is served."""
+        return self._sessions.fetch_range(sid, layer, start, end, False)
+
     def v_fetch_stored(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
         """The same rows as they are stored, with what they are."""
         return self._sent(self._sessions.fetch_stored(sid, layer, start, end))

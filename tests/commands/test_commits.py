@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from pion.commands.commits import Flushed, GroupCommit
+from pion.commands.commits import GroupCommit, Later
 from pion.errors import INTERNAL, CommandError, StorageError
 
 
@@ -54,7 +54,7 @@ async def test_those_who_ask_meanwhile_share_the_next_flush() -> None:
         def ask(name: int) -> None:
             medium.written += 1
             reply = commit.later(ctx, name)
-            assert type(reply) is Flushed
+            assert type(reply) is Later
             reply.deliver = answered.append
 
         ask(0)

@@ -112,3 +112,29 @@ def test_we_do_not_trust_an_entry_of_theirs_without_a_digest(tmp_path: Path) -> 
             assert pc.hits == 1
     assert fp16_sums(ours, len(tokens)) == theirs["sums"]
     assert [pack_rows(layer.keys, 1).shape for layer in ours] == [(1, 192)] * 30
+
+
+def test_its_attention_methods(tmp_path: Path) -> None:
+    """Queries, fused and sparse ones against fp64; a cold layer is warmed and asked again, with GQA too."""
+    script = published.SCRIPT.with_name("published_attention.py")
+    with start_server("--kvcache", "--attend-warm-slots", "4") as server:
+        seen = published.run(str(server.port), "4", script=script)
+    assert len(seen["found"]) == 8
+    assert max(seen["found"].values()) <= 2e-6, seen["found"]
+    assert set(seen["cold"]) == {"query", "fused", "sparse"}
+    assert min(seen["cold"].values()) >= 0.99, seen["cold"]
+    assert seen["rehydrated"] == 3
+
+
+def test_its_attention_patch_generates_the_same_tokens(tmp_path: Path) -> None:
+    """32 greedy tokens of SmolLM2, every layer's prefix attended to on the server."""
+    _, tokenizer = models.smollm2_model()
+    ids = ",".join(map(str, tokenizer.encode(PREFIX, add_special_tokens=False)))
+    with start_server("--kvcache") as server:
+        seen = published.run(
+            str(server.port), ids, "32", script=published.SCRIPT.with_name("published_patch.py")
+        )  # fmt: skip
+        calls = commandstats(server.port)["attend.prefix.query_fused"]
+    assert seen["patched"] == seen["plain"]
+    assert len(set(seen["plain"])) > 10
+    assert calls == {"calls": 32 * 30, "failed": 0}

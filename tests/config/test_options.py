@@ -172,6 +172,35 @@ def test_help_and_version() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize(
+    ("argv", "mode"),
+    [
+        ([], "off"),
+        (["--kvcache"], "auto"),
+        (["--metal-attention"], "auto"),
+        (["--metal-attention-fp16"], "auto"),
+        (["--kvcache", "--attention", "off"], "off"),
+        (["--attention", "cpu", "--metal-attention"], "cpu"),
+        (["--attention", "MLX"], "mlx"),
+    ],
+)
+def test_attention_follows_from_the_other_flags(argv: list[str], mode: str) -> None:
+    assert parse_args(argv, {}).attention_mode == mode
+
+
+def test_flags_of_attention() -> None:
+    options = parse_args(
+        ["--fa-window", "128", "--attend-warm-slots", "3", "--attend-cold-slots", "0", "--attend-max-bytes", "1gb",
+         "--attend-autowarm"],
+        {},
+    )  # fmt: skip
+    assert (options.fa_window, options.attend_warm_slots, options.attend_cold_slots) == (128, 3, 0)
+    assert (options.attend_max_bytes, options.attend_autowarm) == (1 << 30, True)
+    assert "must be one of the following: auto, metal, mlx, cpu, off" in refused("--attention", "cuda")
+    assert "contradicts" in refused("--attention", "off", "--metal-attention")
+    assert "--attend-warm-slots: 0" in refused("--attend-warm-slots", "0")
+
+
 def test_config_names() -> None:
     parameters = Options(requirepass="secret").parameters()
     assert parameters["requirepass"] == "(hidden)"

@@ -269,14 +269,6 @@ CASES = [
         (cmd("KV.PREFIX.MEMBERSHIP m2 0 %", u64s(1)), "ERR hash_blob length mismatch"),
         setup=(cmd("KV.PREFIX.REGISTER m2 1 fp16 BLOCKS 64 1 %", u64s(5)),),
     ),
-    # §4.5 -------------------------------------------------------------------------------------------------
-    errors(
-        "warm without an attention engine",
-        "4.5",
-        (cmd("KV.PREFIX.WARM w1 1"), "ERR KV.PREFIX.WARM requires: ns_key H D"),
-        (cmd("KV.PREFIX.WARM w1 1 64"), "ERR Metal attention not available (start with --metal-attention)"),
-        setup=(cmd("KV.PREFIX.REGISTER w1 64 fp16"),),
-    ),
     # §3.3, §3.4 -------------------------------------------------------------------------------------------
     case(
         "save and commit",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.golden import kv_prefix, kv_receipt, kv_v, kv_vfetch
+from tests.golden import kv_attend, kv_prefix, kv_receipt, kv_v, kv_vfetch
 from tests.golden.kit import PING, PONG, Golden, cmd, matches
 from tests.support.door import Door
 from tests.support.process import Process
 
-CASES = [golden for module in (kv_v, kv_vfetch, kv_prefix, kv_receipt) for golden in module.CASES]
+CASES = [golden for module in (kv_v, kv_vfetch, kv_prefix, kv_receipt, kv_attend) for golden in module.CASES]
 SHARED = [golden for golden in CASES if not golden.fresh and not golden.flags]
 ALONE = [golden for golden in CASES if golden.fresh or golden.flags]
 
@@ -70,6 +70,10 @@ def _memory_door(golden: Golden, directory: Path, proto: int, stream_min: int | 
     options: dict[str, Any] = {"kvcache": "-kvcache" not in flags, "wal": "--no-wal" not in flags}
     if "--ns-prefix" in flags:
         options["ns_prefix"] = flags[flags.index("--ns-prefix") + 1]
+    told: dict[str, Any] = {"attention": "off"} if "off" in flags else {}
+    if "--attend-warm-slots" in flags:
+        told["attend_warm_slots"] = int(flags[flags.index("--attend-warm-slots") + 1])
+    options["told"] = told
     return Door(proto, directory=directory, stream_min=stream_min, **options)
 
 
@@ -95,7 +99,7 @@ def test_every_command_has_golden_bytes() -> None:
     from pion.commands import table
 
     typed = b"".join(step.request for golden in CASES for step in golden.steps).upper()
-    groups = ("vstore", "prefix", "state", "pion")
+    groups = ("vstore", "prefix", "state", "attention", "pion")
     ours = {record.name.upper() for record in table.COMMANDS.values() if record.group in groups}
     assert len(ours) >= 30
     assert not {name for name in ours if f"\r\n{name}\r\n".encode() not in typed}

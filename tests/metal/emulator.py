@@ -22,12 +22,16 @@ from tests.support.peers import program
 HERE: Final = Path(__file__).parent
 TYPES: Final = {"float16": "half", "bfloat16": "bfloat16_t", "float32": "float"}
 WORDS: Final[dict[str, Any]] = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
-_INPUTS: Final = {"uint8": "uint8_t", "uint32": "uint32_t", "float32": "float"}
+# Types of buffers by the names mlx has for them; "T" is the template argument.
+_BUFFERS: Final = {**TYPES, "uint8": "uint8_t", "uint32": "uint32_t", "int32": "int32_t"}
 _DECLARED: Final = re.compile(r"\bthreadgroup\s+(\w+)\s+(\w+)\s*\[([^\]]+)\]\s*;")
+_POINTER: Final = re.compile(r"\bthreadgroup\s+(\w+)\s*\*")
 _SIZES: Final = {"float": 4, "uint": 4, "int": 4, "half": 2, "ushort": 2, "uchar": 1}
 THREADGROUP_LIMIT: Final = 32 << 10
 
 Template = Mapping[str, Any]
+Array = np.ndarray[Any, Any]
+OUT: Final = {"out": "T"}
 
 
 class KernelError(Exception):
@@ -52,47 +56,63 @@ def _arguments(template: Template) -> str:
     return ", ".join(_literal(value) for value in template.values())
 
 
+def words(kind: str, template: Template) -> np.dtype[Any]:
+    """The numpy dtype of a buffer; bfloat16 is uint16 there."""
+    name = template["T"] if kind == "T" else kind
+    return np.dtype(WORDS.get(name, name))
+
+
 def program_text(
-    source: str, header: str, inputs: Mapping[str, str], instances: Sequence[Template], name: str = "kernel"
+    source: str,
+    header: str,
+    inputs: Mapping[str, str],
+    instances: Sequence[Template],
+    name: str = "kernel",
+    outputs: Mapping[str, str] = OUT,
 ) -> str:
     """C++ for a kernel: one exported function for each set of template arguments.
 
     Args:
         source, header: of the kernel.
         inputs: dtype by name.
-        instances: template arguments, the type T of the output first, by the names mlx has for dtypes.
+        instances: template arguments, the type T first, by the names mlx has for dtypes.
         name: of the file that compilers' messages speak of.
+        outputs: dtype by name.
     """
     numbers = iter(range(16))
-    body = _DECLARED.sub(lambda m: f"auto &{m[2]} = emu::share<{m[1]}, {m[3]}>({next(numbers)});", source)
+    body = _DECLARED.sub(
+        lambda m: f'const auto {m[2]} = emu::share<{m[1]}, {m[3]}>({next(numbers)}, "{m[2]}");', source
+    )
+    header = _POINTER.sub(r"emu::Span<\1> ", header)
     kinds = {
         key: "typename" if key == "T" else "bool" if isinstance(v, bool) else "int" for key, v in instances[0].items()
     }
     declared = ", ".join(f"{kind} {key}" for key, kind in kinds.items())
-    spans = ", ".join(f"emu::Span<const {_INPUTS[kind]}> {key}" for key, kind in inputs.items())
-    given = ", ".join(
-        f'{{static_cast<const {_INPUTS[kind]} *>(call.data[{i}]), call.size[{i}], "{key}"}}'
-        for i, (key, kind) in enumerate(inputs.items())
-    )
+    buffers = [(key, _BUFFERS.get(kind, kind), "const ") for key, kind in inputs.items()]
+    buffers += [(key, _BUFFERS.get(kind, kind), "") for key, kind in outputs.items()]
+    spans = ", ".join(f"emu::Span<{const}{kind}> {key}" for key, kind, const in buffers)
     lines = [
         '#include "metal_shim.h"',
         "#pragma GCC poison double new delete throw goto",  # no part of MSL
         "struct Call { void *const *data; const size_t *size; };",
         f'#line 1 "{name}.h"',
         header,
-        f"template <{declared}> static void body({spans}, emu::Span<T> out) {{",
+        f"template <{declared}> static void body({spans}) {{",
         f'#line 1 "{name}.metal"',
         body,
         "}",
         f'#line 1 "{name}.launch"',
     ]
     for number, template in enumerate(instances):
-        kind, last = _literal(template["T"]), len(inputs)
+        own = _literal(template["T"])
+        given = ", ".join(
+            f'{{static_cast<{const}{own if kind == "T" else kind} *>(call.data[{i}]), call.size[{i}], "{key}"}}'
+            for i, (key, kind, const) in enumerate(buffers)
+        )
         lines += [
             f"static void body_{number}(void *argument) {{",
             "  const Call &call = *static_cast<const Call *>(argument);",
-            f"  body<{_arguments(template)}>({given}, {{static_cast<{kind} *>(call.data[{last}]), call.size[{last}], "
-            '"out"});',
+            f"  body<{_arguments(template)}>({given});",
             "}",
             f'extern "C" const char *launch_{number}(void *const *data, const size_t *size, const uint *grid,'
             " const uint *group, uint order) {",
@@ -111,14 +131,22 @@ class Library:
     """
 
     def __init__(
-        self, source: str, header: str, inputs: Mapping[str, str], instances: Sequence[Template], name: str = "kernel"
+        self,
+        source: str,
+        header: str,
+        inputs: Mapping[str, str],
+        instances: Sequence[Template],
+        name: str = "kernel",
+        outputs: Mapping[str, str] = OUT,
     ) -> None:
-        self.inputs, self.instances = dict(inputs), [dict(template) for template in instances]
+        self.inputs, self.outputs = dict(inputs), dict(outputs)
+        self.instances = [dict(template) for template in instances]
         compiler = program("g++")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{name}.cpp")
-            path.write_text(program_text(source, header, inputs, instances, name), encoding="utf-8")
+            path.write_text(program_text(source, header, inputs, instances, name, outputs), encoding="utf-8")
             flags = ["-std=c++14", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unused-function", "-Wno-sign-compare"]
+            flags.append("-U_FORTIFY_SOURCE")  # its longjmp refuses to leave a stack
             command = [compiler, *flags, "-Werror", "-shared", "-fPIC", f"-I{HERE}", "-o", f"{path}.so", str(path)]
             messages = {**os.environ, "LC_ALL": "C"}
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=messages)
@@ -135,35 +163,50 @@ class Library:
     def run(
         self,
         template: Template,
-        inputs: Mapping[str, np.ndarray[Any, Any]],
+        inputs: Mapping[str, Array],
         shape: Sequence[int],
         grid: Sequence[int],
         threads: int,
         order: int = 0,
-    ) -> np.ndarray[Any, Any]:
+    ) -> Array:
+        """Run over a grid: `run_all` for a kernel of one output."""
+        (out,) = self.run_all(template, inputs, [shape], grid, threads, order)
+        return out
+
+    def run_all(
+        self,
+        template: Template,
+        inputs: Mapping[str, Array],
+        shapes: Sequence[Sequence[int]],
+        grid: Sequence[int],
+        threads: int,
+        order: int = 0,
+    ) -> list[Array]:
         """Run over a grid.
 
         Args:
             template: one of the instances.
             inputs: the arrays by name.
-            shape: of the output.
+            shapes: of the outputs.
             grid: threads in all, along x, y, z.
             threads: of a threadgroup, along x.
             order: of the threads: 0 forward, 1 reverse, more = seed of a shuffle.
 
         Returns:
-            The output, filled with 0xff before; bfloat16 as uint16.
+            The outputs, filled with 0xff before; bfloat16 as uint16.
 
         Raises:
             KernelError: what the kernel did.
         """
-        out = np.full(tuple(shape), 0xFF, np.uint8).astype(WORDS[template["T"]])
-        out.view(np.uint8)[...] = 0xFF
-        arrays = []
+        arrays, outs = [], []
         for key, kind in self.inputs.items():
-            assert inputs[key].dtype == kind, key
+            assert inputs[key].dtype == words(kind, template), key
             arrays.append(np.ascontiguousarray(inputs[key]))
-        arrays.append(out)
+        for kind, shape in zip(self.outputs.values(), shapes, strict=True):
+            out = np.zeros(tuple(shape), words(kind, template))
+            out.view(np.uint8)[...] = 0xFF
+            outs.append(out)
+        arrays += outs
         data = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
         size = (ctypes.c_size_t * len(arrays))(*(array.size for array in arrays))
         sizes = ctypes.c_uint * 3
@@ -174,7 +217,7 @@ class Library:
         error = launch(data, size, sizes(*grid), sizes(threads, 1, 1), ctypes.c_uint(order))
         if error is not None:
             raise KernelError(error.decode())
-        return out
+        return outs
 
 
 def library(kernel: Kernel, instances: Sequence[Template]) -> Library:

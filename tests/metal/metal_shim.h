@@ -1,12 +1,14 @@
 // Enough of <metal_stdlib> to compile the body of a Metal kernel with g++ and run it on the CPU.
 //
-// Each thread of a threadgroup is a fiber (ucontext) on one OS thread; a fiber runs until it meets a barrier or a SIMD
+// Each thread of a threadgroup is a fiber (ucontext to begin with, then setjmp, which makes no system call) on one OS
+// thread; a fiber runs until it meets a barrier or a SIMD
 // operation, then the next one's turn comes, in an order that the caller chooses: forward, reverse, or shuffled anew in
 // each round. A result that depends on the order is a missing barrier. Reported are: barriers that not all threads reach or
 // that they reach at different lines, and indices outside a buffer. Threadgroup memory is filled with NaN for each
 // threadgroup. Everything lives in one translation unit per library, so there are no inline variables (C++14, like MSL).
 #pragma once
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -45,6 +47,10 @@ struct uint3 {
 };
 
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+
+using std::exp;
+using std::log;
 
 namespace emu {
 
@@ -54,22 +60,27 @@ constexpr size_t STACK = 64 << 10;
 constexpr size_t MOST_SHARED = 64 << 10;
 
 struct Fiber {
-    ucontext_t context;
-    bool done;
-    uint group;      // what it waits in: 0 = nothing, 1 = the threadgroup, 2 + i = SIMD group i
-    long generation; // of that group when it began to wait
+    ucontext_t context; // to start it
+    jmp_buf place;      // where it goes on
+    bool started, done;
     int line;
     const char *what;
 };
 
+// Those that meet: 1 = the threadgroup, 2 + i = SIMD group i.
+struct Group {
+    uint arrived, first; // how many have come since the last meeting, and who came first
+    long generation;
+    double result; // of a SIMD operation
+};
+
 static Fiber fibers[MOST_THREADS];
 static char *stacks;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static uint current, alive;
 static long progress; // arrivals and ends, to see that a round brought none
 static uint3 group_index, group_size, dispatched;
-static uint arrived[2 + MOST_THREADS / SIMD];
-static long generation[2 + MOST_THREADS / SIMD];
+static Group groups[2 + MOST_THREADS / SIMD];
 static double slots[MOST_THREADS];
 static void (*run_body)(void *);
 static void *run_argument;
@@ -80,13 +91,26 @@ static size_t shared_used, shared_most; // of the running threadgroup; of any si
 
 static uint thread_count() { return group_size.x * group_size.y * group_size.z; }
 
+[[noreturn]] static void to_scheduler() { _longjmp(scheduler, 1); }
+
+// Let others run.
+__attribute__((noinline)) static void yield() {
+    if (!_setjmp(fibers[current].place)) to_scheduler();
+}
+
+__attribute__((noinline)) static void resume(Fiber &fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+}
+
 // Give up: the scheduler ends the run and `message` says why.
 template <class... Args>
 [[noreturn]] static void fail(const char *format, Args... args) {
     failed = true;
     snprintf(message, sizeof message, format, args...);
-    swapcontext(&fibers[current].context, &scheduler);
-    abort(); // never resumed
+    to_scheduler(); // and never resumed
 }
 
 // A buffer that knows its size.
@@ -101,17 +125,12 @@ struct Span {
     }
 };
 
-// ---- threadgroup memory: `threadgroup T name[n];` becomes a reference to one of these, the same for all threads --------
-
-template <class T, size_t N>
-struct Shared {
-    T values[N];
-};
+// ---- threadgroup memory: `threadgroup T name[n];` becomes a view of one of these, the same for all threads -------------
 
 static size_t shared_offsets[16];
 
 template <class T, size_t N>
-static T (&share(uint which))[N] {
+static Span<T> share(uint which, const char *name) {
     if (shared_offsets[which] == size_t(-1)) { // the first thread to get here
         size_t start = (shared_used + 15) / 16 * 16;
         if (start + sizeof(T) * N > MOST_SHARED) fail("more than %zu bytes of threadgroup memory", MOST_SHARED);
@@ -119,7 +138,7 @@ static T (&share(uint which))[N] {
         shared_used = start + sizeof(T) * N;
         if (shared_used > shared_most) shared_most = shared_used;
     }
-    return reinterpret_cast<Shared<T, N> *>(shared + shared_offsets[which])->values;
+    return {reinterpret_cast<T *>(shared + shared_offsets[which]), N, name};
 }
 
 // ---- meeting points ----------------------------------------------------------------------------------------------------
@@ -129,42 +148,47 @@ static uint lanes() {
     return count < SIMD ? count : SIMD;
 }
 
-// Wait until all `count` threads of a group are here. They must come to the same line.
-static void meet(uint group, uint count, const char *what, int line) {
+// Wait until all `count` threads of a group are here; the last one calls `finish`. They must come to the same line.
+template <class F>
+static void meet(uint which, uint count, const char *what, int line, F finish) {
     Fiber &self = fibers[current];
-    uint first = group > 1 ? (group - 2) * SIMD : 0;
+    Group &group = groups[which];
     self.what = what;
     self.line = line;
-    self.group = group;
-    self.generation = generation[group];
-    for (uint i = first; i < first + count; i++) {
-        const Fiber &other = fibers[i];
-        if (other.group == group && other.generation == self.generation && other.line != line)
-            fail("thread %u is at %s in line %d, thread %u at %s in line %d", current, what, line, i, other.what,
-                 other.line);
-    }
+    if (!group.arrived) group.first = current;
+    const Fiber &other = fibers[group.first];
+    if (other.line != line)
+        fail("thread %u is at %s in line %d, thread %u at %s in line %d", current, what, line, group.first, other.what,
+             other.line);
     progress++;
-    if (++arrived[group] == count) {
-        arrived[group] = 0;
-        generation[group]++;
+    long generation = group.generation;
+    if (++group.arrived == count) {
+        group.arrived = 0;
+        group.generation++;
+        finish(group);
     }
-    while (generation[group] == self.generation) swapcontext(&self.context, &scheduler);
-    self.group = 0;
+    while (group.generation == generation) yield();
 }
 
-static void meet_threadgroup(int line) { meet(1, thread_count(), "threadgroup_barrier", line); }
+static void meet_threadgroup(int line) {
+    meet(1, thread_count(), "threadgroup_barrier", line, [](Group &) {});
+}
 
-static void meet_simdgroup(int line) { meet(2 + current / SIMD, lanes(), "simdgroup_barrier", line); }
+static void meet_simdgroup(int line) {
+    meet(2 + current / SIMD, lanes(), "simdgroup_barrier", line, [](Group &) {});
+}
 
+// The last lane to come combines; nobody comes to the next operation's end before all have read the result.
 template <class T, class F>
 static T reduce(T value, F combine, const char *what, int line) {
-    uint group = current / SIMD, count = lanes();
+    uint first = current / SIMD * SIMD, count = lanes(), which = 2 + current / SIMD;
     slots[current] = double(value);
-    meet(2 + group, count, what, line);
-    T result = T(slots[group * SIMD]);
-    for (uint i = 1; i < count; i++) result = combine(result, T(slots[group * SIMD + i]));
-    meet(2 + group, count, what, line); // nobody overwrites a slot before all have read it
-    return result;
+    meet(which, count, what, line, [=](Group &group) {
+        T result = T(slots[first]);
+        for (uint i = 1; i < count; i++) result = combine(result, T(slots[first + i]));
+        group.result = double(result);
+    });
+    return T(groups[which].result);
 }
 
 // ---- the scheduler -----------------------------------------------------------------------------------------------------
@@ -174,7 +198,7 @@ static void entry() {
     fibers[current].done = true;
     alive--;
     progress++;
-    swapcontext(&fibers[current].context, &scheduler);
+    to_scheduler();
 }
 
 // Deterministic pseudo-random numbers (xorshift).
@@ -188,21 +212,19 @@ static void run_threadgroup(uint &order) {
     static uint turns[MOST_THREADS];
     uint count = thread_count();
     alive = count;
-    memset(arrived, 0, sizeof arrived);
-    memset(generation, 0, sizeof generation);
+    memset(groups, 0, sizeof groups);
     memset(shared, 0xff, sizeof shared);
     memset(shared_offsets, 0xff, sizeof shared_offsets);
     shared_used = 0;
     for (uint i = 0; i < count; i++) {
         Fiber &fiber = fibers[i];
-        fiber.done = false;
-        fiber.group = 0;
+        fiber.started = fiber.done = false;
         fiber.line = 0;
         turns[i] = order == 1 ? count - 1 - i : i;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks + i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = &scheduler;
+        fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, entry, 0);
     }
     while (alive && !failed) {
@@ -215,7 +237,7 @@ static void run_threadgroup(uint &order) {
             }
         for (uint i = 0; i < count && !failed; i++) {
             current = turns[i];
-            if (!fibers[current].done) swapcontext(&scheduler, &fibers[current].context);
+            if (!fibers[current].done) resume(fibers[current]);
         }
         if (alive && !failed && before == progress) {
             failed = true;
@@ -238,11 +260,11 @@ static const char *run(const uint *grid, const uint *group, uint order, void (*b
     failed = false;
     run_body = body;
     run_argument = argument;
-    uint3 groups = {(grid[0] + group[0] - 1) / group[0], (grid[1] + group[1] - 1) / group[1],
-                    (grid[2] + group[2] - 1) / group[2]};
-    for (uint z = 0; z < groups.z; z++)
-        for (uint y = 0; y < groups.y; y++)
-            for (uint x = 0; x < groups.x; x++) {
+    uint3 count = {(grid[0] + group[0] - 1) / group[0], (grid[1] + group[1] - 1) / group[1],
+                   (grid[2] + group[2] - 1) / group[2]};
+    for (uint z = 0; z < count.z; z++)
+        for (uint y = 0; y < count.y; y++)
+            for (uint x = 0; x < count.x; x++) {
                 uint3 left = {grid[0] - x * group[0], grid[1] - y * group[1], grid[2] - z * group[2]};
                 group_index = {x, y, z};
                 group_size = {left.x < group[0] ? left.x : group[0], left.y < group[1] ? left.y : group[1],

@@ -32,7 +32,8 @@ class Door:
         directory: of the data; None keeps everything in memory.
         fast: False sends every frame to the Python handlers.
         stream_min: bodies from this many bytes on go straight to their file; None = as the server has it.
-        ns_prefix, engine: options of the server.
+        ns_prefix, engine: options of the store.
+        told: further options of the server.
 
     Attributes:
         slow_frames: how many frames went to Python.
@@ -46,10 +47,13 @@ class Door:
         fast: bool = True,
         stream_min: int | None = None,
         ns_prefix: str = "",
+        told: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         self.engine = Engine(directory, memory_only=directory is None, ticker=False, **engine)
-        self.dispatcher = Dispatcher(self.engine, Options(ns_prefix=ns_prefix))
+        self.dispatcher = Dispatcher(
+            self.engine, Options(ns_prefix=ns_prefix, kvcache=engine.get("kvcache", True), **told or {})
+        )
         self.slow_frames = 0
         limits = plane_limits() if stream_min is None else {**plane_limits(), "stream_min": stream_min}
         self.plane = Plane(

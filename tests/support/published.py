@@ -46,17 +46,18 @@ def interpreter(*, install: bool = False) -> Path:
     return python
 
 
-def run(*arguments: str, path: Path | None = None) -> dict[str, Any]:
-    """Run `published_script.py` in that environment; what its last line of output says.
+def run(*arguments: str, path: Path | None = None, script: Path = SCRIPT) -> dict[str, Any]:
+    """Run a script in that environment; what its last line of output says.
 
     Args:
+        script: by default `published_script.py`.
         path: packages that come before those of the environment.
     """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path is not None:
         env["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [str(interpreter()), str(SCRIPT), *arguments], env=env, cwd="/", capture_output=True, text=True, check=False
+        [str(interpreter()), str(script), *arguments], env=env, cwd="/", capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
