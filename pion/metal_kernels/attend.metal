@@ -2,14 +2,14 @@
 //
 // A threadgroup is G SIMD groups. It takes up to R query rows that share a head of keys, and `per` of the places that
 // these rows may see; its SIMD groups take K places in turn. Places are first those of the prefix, then those of the
-// suffix. PICKED 0: the prefix from `first` on; 1: the keys whose numbers stand in `pick` for this head, `counts` of them;
-// 2: the blocks whose numbers stand in `pick`. A number outside the prefix, or before `first`, is no key. Query row m of
-// `length` sees the suffix up to position max(suffix - length, 0) + m, and all that it sees of the prefix.
+// suffix. PICKED 0: the prefix from `first` on; 1: the keys whose numbers stand in `pick` for this head, `counts` of
+// them; 2: the blocks whose numbers stand in `pick`. A number outside the prefix, or before `first`, is no key. Query
+// row m of `length` sees the suffix up to position max(suffix - length, 0) + m, and all that it sees of the prefix.
 //
 // VALUES false: only the logits count, and values are not read.
 //
-// q: (slots, rows, D), what shares a head of keys being a slot; kv_of: the head of each. k, v: strides of a row and of a
-// head in `extent`; k_suf, v_suf: (heads, suffix, D). Out: sums and heights of each split, see softmax.metal.
+// q: (slots, rows, D), what shares a head of keys being a slot; kv_of: the head of each. k, v: strides of a row and of
+// a head in `extent`; k_suf, v_suf: (heads, suffix, D). Out: sums and heights of each split, see softmax.metal.
 constexpr int E = (D + 31) / 32;
 constexpr uint none = 0xffffffffu;
 threadgroup float sums[G * D];

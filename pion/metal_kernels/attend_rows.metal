@@ -1,11 +1,11 @@
 // Attention of query rows over stored rows of one head, of which no decoded copy is made: see attend.metal for how a
 // threadgroup works, pion/ref for the formats. A tile is eight places, so that an octet of the key forms is read once.
 //
-// KFORM, VFORM: the format's code, 1 for all turbo rows and 17 for all key forms, of KBITS and VBITS. Turbo rows are read
-// in their rotated form: `q` is rotated already when the keys are, and sums over such values are rotated back later.
-// A place is a row of keys counted from the first byte of `keys` on; values begin at place `skip`. Places below `first`
-// are not seen. k_row, v_row: bytes of a row, for key forms of a block of 64. `turns`: cosines and sines of 0 to 63
-// positions, then those at which each block begins.
+// KFORM, VFORM: the format's code, 1 for all turbo rows and 17 for all key forms, of KBITS and VBITS. Turbo rows are
+// read in their rotated form: `q` is rotated already when the keys are, and sums over such values are rotated back
+// later. A place is a row of keys counted from the first byte of `keys` on; values begin at place `skip`. Places below
+// `first` are not seen. k_row, v_row: bytes of a row, for key forms of a block of 64. `turns`: cosines and sines of 0
+// to 63 positions, then those at which each block begins.
 constexpr int E = (D + 31) / 32, half_head = D / 2, PE = (half_head + 31) / 32, QE = KFORM == 17 ? 2 * PE : E;
 threadgroup float sums[G * D];
 threadgroup float heights[2 * G * R];
@@ -46,8 +46,9 @@ for (uint tile = begin + group * 8; tile < end; tile += G * 8) {
             uint low_plane[KBITS + 1], high_plane[KBITS + 1];
             key_planes<KBITS>(keys, octet, scales, dim, low, key_partner(low, from, pairs), low_plane);
             key_planes<KBITS>(keys, octet, scales, dim, high, key_partner(high, from, pairs), high_plane);
-            float low_scale = fabs(half_at(keys, scales + 2 * low)), low_bias = half_at(keys, scales + 2 * (dim + low));
-            float high_scale = fabs(half_at(keys, scales + 2 * high)), high_bias = half_at(keys, scales + 2 * (dim + high));
+            uint biases = scales + 2 * dim;
+            float low_scale = fabs(half_at(keys, scales + 2 * low)), low_bias = half_at(keys, biases + 2 * low);
+            float high_scale = fabs(half_at(keys, scales + 2 * high)), high_bias = half_at(keys, biases + 2 * high);
             uint base = (64 + block) * 2 * half_head + j;
             float c0 = TURNED ? turns[base] : 1.0f, s0 = TURNED ? turns[base + half_head] : 0.0f;
             for (int i = 0; i < 8; i++) {

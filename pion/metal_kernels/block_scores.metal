@@ -1,5 +1,5 @@
-// How well each block fits a query: the mean over the query heads of q . mean (QUEST false), or of an upper bound of
-// q . k over the block, the sum of the larger of q * low and q * high (Quest, arXiv 2406.10774). A threadgroup per block.
+// How well each block fits a query: the mean over the query heads of q . mean (QUEST false), or of an upper bound of q
+// . k over the block, the sum of the larger of q * low and q * high (Quest, arXiv 2406.10774). A threadgroup per block.
 // q: (heads, D), of which kv_of names the head of keys; low, high: (heads of keys, blocks, D), `low` being the means
 // when QUEST is false.
 threadgroup float partial[G];

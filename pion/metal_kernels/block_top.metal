@@ -1,5 +1,6 @@
-// The `most` blocks of the highest scores, of equal ones the lower, and the last block; ascending, -1 where none is left.
-// One threadgroup. A block's rank is how many go before it, so no two have the same; a score that is NaN goes last.
+// The `most` blocks of the highest scores, of equal ones the lower, and the last block; ascending, -1 where none is
+// left. One threadgroup. A block's rank is how many go before it, so no two have the same; a score that is NaN goes
+// last.
 threadgroup uchar chosen[ROOM];
 uint t = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
 uint blocks = extent[0], most = extent[1];

@@ -1,9 +1,9 @@
-// The key forms of turbo4, turbo3 and turbo2, turned by the rope. Partners mirror each other in half a head, or in half a
-// row of keys without a rope.
+// The key forms of turbo4, turbo3 and turbo2, turned by the rope. Partners mirror each other in half a head, or in half
+// a row of keys without a rope.
 //
-// One thread per pair (j, j + D/2) of a head, which the rope turns; the last value of an odd head is its own pair and is
-// not turned. `turns` holds, for each row, D/2 cosines and D/2 sines: angles need double precision, which Metal lacks, and
-// all layers share them. BLOCK bytes of a block; TURNED: there is a rope.
+// One thread per pair (j, j + D/2) of a head, which the rope turns; the last value of an odd head is its own pair and
+// is not turned. `turns` holds, for each row, D/2 cosines and D/2 sines: angles need double precision, which Metal
+// lacks, and all layers share them. BLOCK bytes of a block; TURNED: there is a rope.
 const uint dim = H * D, half_head = D / 2, width = (D + 1) / 2;
 const uint pairs = (TURNED ? D : dim) / 2;
 uint row = thread_position_in_grid.y;

@@ -1,6 +1,7 @@
 // Joins the parts that several threadgroups, or several calls, made of the same query rows. One thread per value.
-// parts: (splits, all, D), tops: (splits, all, 2), see softmax.metal. SINKS: each query head has a logit of its own that
-// takes part in the softmax and has no value; `length` rows belong to a head. A row that saw nothing is 0 and -inf.
+// parts: (splits, all, D), tops: (splits, all, 2), see softmax.metal. SINKS: each query head has a logit of its own
+// that takes part in the softmax and has no value; `length` rows belong to a head. A row that saw nothing is 0 and
+// -inf.
 uint d = thread_position_in_grid.x, row = thread_position_in_grid.y;
 uint splits = extent[0], all = extent[1], length = extent[2];
 float high = SINKS ? sinks[row / length] : -INFINITY;

@@ -1,7 +1,7 @@
-// Rows of D floats, of which each is split as a head of turbo rows is, times the rotation of each block (a matrix, signs,
-// the same matrix: an orthogonal matrix times the block's size), or BACK. q . decoded = rotated(q) . levels * gain / n, so
-// attention over turbo rows rotates what it asks with once, and what it answers once. One threadgroup per row.
-// N values of the largest block; MOST as in rows_turbo.metal.
+// Rows of D floats, of which each is split as a head of turbo rows is, times the rotation of each block (a matrix,
+// signs, the same matrix: an orthogonal matrix times the block's size), or BACK. q . decoded = rotated(q) . levels *
+// gain / n, so attention over turbo rows rotates what it asks with once, and what it answers once. One threadgroup per
+// row. N values of the largest block; MOST as in rows_turbo.metal.
 threadgroup float y[N];
 uint t = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x, row = threadgroup_position_in_grid.y;
 uint n = 0;

@@ -1,9 +1,9 @@
 // turbo4, turbo3, turbo2: the packed codes of all blocks, then a 16-bit gain for each block.
 // A decoded block is its levels, times a matrix of size n, signs, the same matrix, other signs, and gain / n.
 //
-// One threadgroup per piece of a row: the blocks of one head, or of the whole row. The block lies in threadgroup memory.
-// BITS, P values of a piece, N of the largest block, MOST values that the split allows, BLOCKS and BYTES of a piece, ROW
-// bytes of a row, CODES bytes of its codes.
+// One threadgroup per piece of a row: the blocks of one head, or of the whole row. The block lies in threadgroup
+// memory. BITS, P values of a piece, N of the largest block, MOST values that the split allows, BLOCKS and BYTES of a
+// piece, ROW bytes of a row, CODES bytes of its codes.
 threadgroup float y[N];
 uint t = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
 uint piece = threadgroup_position_in_grid.y, row = threadgroup_position_in_grid.z;

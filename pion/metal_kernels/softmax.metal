@@ -1,5 +1,5 @@
-// Shared by the attention kernels: the online softmax of FlashAttention (arXiv 2205.14135), a few keys at a time.
-// R query rows share the keys that a SIMD group reads. A lane holds the values lane, lane + 32, ... of a row, E of them.
+// Shared by the attention kernels: the online softmax of FlashAttention (arXiv 2205.14135), a few keys at a time. R
+// query rows share the keys that a SIMD group reads. A lane holds the values lane, lane + 32, ... of a row, E of them.
 // What has been read so far is: top, the largest logit; sum, of exp(logit - top); acc, of exp(logit - top) * value.
 
 template <int D>
@@ -12,9 +12,11 @@ inline float weight_of(float x, float base) {
     return exp(x - (base == -INFINITY ? 0.0f : base));
 }
 
-// The logits of K more keys become weights, and what was summed is scaled to the new top. -inf is a key that is not seen.
+// The logits of K more keys become weights, and what was summed is scaled to the new top. -inf is a key that is not
+// seen.
 template <int R, int K, int E>
-inline void absorb(thread float (&logit)[R][K], thread float (&top)[R], thread float (&sum)[R], thread float (&acc)[R][E]) {
+inline void absorb(thread float (&logit)[R][K], thread float (&top)[R], thread float (&sum)[R],
+                   thread float (&acc)[R][E]) {
     for (int r = 0; r < R; r++) {
         float high = top[r];
         for (int i = 0; i < K; i++) high = logit[r][i] > high ? logit[r][i] : high;
@@ -32,8 +34,9 @@ inline void absorb(thread float (&logit)[R][K], thread float (&top)[R], thread f
 // Joins what the G SIMD groups of a threadgroup read and writes `rows` rows of it from row `start` on: D sums into
 // `parts`, top and sum into `tops`. `sums` holds G * D values, `heights` 2 * G * R.
 template <int D, int R, int G, int E, typename P>
-inline void hand_in(threadgroup float *sums, threadgroup float *heights, thread float (&acc)[R][E], thread float (&top)[R],
-                    thread float (&sum)[R], P parts, P tops, uint start, uint rows, uint lane, uint group) {
+inline void hand_in(threadgroup float *sums, threadgroup float *heights, thread float (&acc)[R][E],
+                    thread float (&top)[R], thread float (&sum)[R], P parts, P tops, uint start, uint rows, uint lane,
+                    uint group) {
     if (lane == 0) {
         for (int r = 0; r < R; r++) {
             heights[2 * (group * R + r)] = top[r];

@@ -1,4 +1,5 @@
-// One value of a stored row, for each format. `row` is where the row's bytes begin, dim how many values it has, i which.
+// One value of a stored row, for each format. `row` is where the row's bytes begin, dim how many values it has, i
+// which.
 
 // int8: dim codes, then a pair (scale, min) of fp16 for each group of 32 values; a value is min + scale * code.
 // scale * code is exact in fp32, here and in the other formats, so a fused multiply-add gives the same value.
@@ -8,9 +9,9 @@ inline float int8_at(P bytes, uint row, uint dim, uint i) {
     return within_half(half_at(bytes, pair + 2) + half_at(bytes, pair) * float(bytes[row + i]));
 }
 
-// fp8: dim codes e4m3fn, then an fp16 scale for each group of 32 values; a value is scale * code.
-// The code is put together from exponent and mantissa: as a shifted word, its subnormals would be subnormal floats, which
-// GPUs take for zero.
+// fp8: dim codes e4m3fn, then an fp16 scale for each group of 32 values; a value is scale * code. The code is put
+// together from exponent and mantissa: as a shifted word, its subnormals would be subnormal floats, which GPUs take for
+// zero.
 template <typename P>
 inline float fp8_at(P bytes, uint row, uint dim, uint i) {
     uint code = bytes[row + i], exponent = code >> 3 & 15, mantissa = code & 7;
@@ -20,8 +21,8 @@ inline float fp8_at(P bytes, uint row, uint dim, uint i) {
     return within_half((code & 0x80 ? -magnitude : magnitude) * half_at(bytes, row + dim + i / 32 * 2));
 }
 
-// mlx4g32: eight codes of 4 bits in each of dim / 8 words, the fp16 scales of the groups of 32, then their fp16 biases; a
-// value is scale * code + bias.
+// mlx4g32: eight codes of 4 bits in each of dim / 8 words, the fp16 scales of the groups of 32, then their fp16 biases;
+// a value is scale * code + bias.
 template <typename P>
 inline float mlx4g32_at(P bytes, uint row, uint dim, uint i) {
     uint scale = row + dim / 2 + i / 32 * 2, code = uint(bytes[row + i / 2]) >> i % 2 * 4 & 15;
@@ -36,22 +37,24 @@ inline float bf16_at(P bytes, uint at) {
 
 template <typename P>
 inline float fp32_at(P bytes, uint at) {
-    return as_type<float>(uint(bytes[at]) | uint(bytes[at + 1]) << 8 | uint(bytes[at + 2]) << 16 | uint(bytes[at + 3]) << 24);
+    uint low = uint(bytes[at]) | uint(bytes[at + 1]) << 8;
+    return as_type<float>(low | uint(bytes[at + 2]) << 16 | uint(bytes[at + 3]) << 24);
 }
 
 // The key forms of turbo4, turbo3 and turbo2: blocks of 64 rows with levels per channel. A block: eight octets of rows,
-// BITS planes of dim bytes each, a byte the bits of a channel's eight codes; then dim fp16 scales and dim fp16 biases. A
-// value is bias + scale * code. Where a scale's sign is set, the channel has a bit more, kept in the last plane in the place
-// of its partner, which has one less.
+// BITS planes of dim bytes each, a byte the bits of a channel's eight codes; then dim fp16 scales and dim fp16 biases.
+// A value is bias + scale * code. Where a scale's sign is set, the channel has a bit more, kept in the last plane in
+// the place of its partner, which has one less.
 
-// The other channel that shares the last plane: mirrored in half of the `pairs` * 2 channels from `start` on, itself where
-// their number is odd and it is the last.
+// The other channel that shares the last plane: mirrored in half of the `pairs` * 2 channels from `start` on, itself
+// where their number is odd and it is the last.
 inline uint key_partner(uint channel, uint start, uint pairs) {
     uint at = channel - start;
     return start + (at < pairs ? pairs - 1 - at : at < 2 * pairs ? 3 * pairs - 1 - at : at);
 }
 
-// The planes of a channel in the octet that begins at `octet`, the one beyond included; `scales`: where the scales begin.
+// The planes of a channel in the octet that begins at `octet`, the one beyond included; `scales`: where the scales
+// begin.
 template <int BITS, typename P>
 inline void key_planes(P bytes, uint octet, uint scales, uint dim, uint channel, uint partner,
                        thread uint (&plane)[BITS + 1]) {

@@ -1,5 +1,5 @@
-// Value d of a head of D values in a stored row, whatever its format. Turbo rows, whose blocks are those of a head: as they
-// are kept, rotated, but for the gain.
+// Value d of a head of D values in a stored row, whatever its format. Turbo rows, whose blocks are those of a head: as
+// they are kept, rotated, but for the gain.
 template <int BITS, int D, typename P>
 inline float turbo_at(P bytes, uint row, uint heads, uint head, uint d) {
     uint block = 0, blocks = 0, size = D;

@@ -59,8 +59,9 @@ inline float turbo_gain(P bytes, uint at) {
     return as_type<float>((uint(bytes[at]) | uint(bytes[at + 1]) << 8) << 15);
 }
 
-// y, of n = m * 2^k values with m odd, times the matrix Hartley(m) (x) Hadamard(2^k): additions of pairs a barrier apart,
-// and then for m > 1 sums over columns, each of which one thread owns. All threads of a threadgroup; ends with a barrier.
+// y, of n = m * 2^k values with m odd, times the matrix Hartley(m) (x) Hadamard(2^k): additions of pairs a barrier
+// apart, and then for m > 1 sums over columns, each of which one thread owns. All threads of a threadgroup; ends with a
+// barrier.
 inline void turbo_spread(threadgroup float *y, uint n, uint t, uint threads) {
     uint run = n & (~n + 1), m = n / run;
     for (uint stride = run / 2; stride > 0; stride /= 2) {

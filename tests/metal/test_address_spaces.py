@@ -7,6 +7,7 @@ memory must say so. Nothing is run, and it is C++14 with Metal's names, not Meta
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -94,8 +95,7 @@ def text_of(
     return "\n".join([*lines, "}", ""])
 
 
-def every_kernel() -> Iterator[tuple[str, str]]:
-    """Name and text of each."""
+def _every_kernel() -> Iterator[tuple[str, str]]:
     for number, (body, templates) in enumerate(every_template().seen.values()):
         instances = list(templates.values())[:: max(1, len(templates) // 4)]
         yield body.name, text_of(body.source, body.header, body.inputs, body.outputs, instances, number, set())
@@ -106,6 +106,12 @@ def every_kernel() -> Iterator[tuple[str, str]]:
         instances = [{"T": dtype, **kernel.template(rows)} for dtype in cases.DTYPES]
         inputs = {key: kinds[key] for key in kernel.inputs}
         yield name, text_of(kernel.source, kernel.header, inputs, {"out": "T"}, instances, 100 + number, SMALL)
+
+
+@functools.cache
+def every_kernel() -> dict[str, str]:
+    """Text by name."""
+    return dict(_every_kernel())
 
 
 def refused(folder: Path, text: str) -> str:
@@ -125,7 +131,7 @@ def need_clang() -> None:
 
 def test_every_kernel_is_right_about_address_spaces(tmp_path: Path) -> None:
     need_clang()
-    texts = dict(every_kernel())
+    texts = every_kernel()
     assert set(texts) == {*BODIES, *KERNELS}
     assert refused(tmp_path, "".join(texts.values())) == ""
 
@@ -142,7 +148,7 @@ def test_every_kernel_is_right_about_address_spaces(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_about_them_is_found(tmp_path: Path, name: str, old: str, new: str, message: str) -> None:
     need_clang()
-    text = dict(every_kernel())[name]
+    text = every_kernel()[name]
     assert old in text
     said = refused(tmp_path, text.replace(old, new))
     assert message in said

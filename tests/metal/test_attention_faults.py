@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from pion import metal_kernels
 from pion.metal_kernels import Stats, attention_ops
 from pion.metal_kernels.attention_rows import rotate
 from pion.metal_kernels.bodies import BODIES
+from pion.metal_kernels.table import text
 from tests.metal import attention_cases as tried
 from tests.metal import cases
 from tests.metal.emulated import Emulated, Recorder
@@ -40,31 +42,25 @@ def turning(device: Any) -> Any:
     return rotate(device, np.random.default_rng(2).normal(size=(2, 96)).astype(np.float32))
 
 
-# Kernel, whether the text is that of its headers, what runs it, how many barriers it has.
+# Body, or header of a body; what runs it; how many barriers it has.
 PLACES: list[tuple[str, Callable[[Any], Any], int]] = [
     ("attend.h", arrays, 3),
-    ("attend_rows.h", rows, 5),  # two of them in what is for turbo rows
     ("rotate", turning, 2),
     ("rotate.h", turning, 2),
     ("block_scores", scores, 1),
     ("block_top", scores, 1),
 ]
-NEEDED = [
-    (name, call, i)
-    for name, call, count in PLACES
-    for i in range(count)
-    if (name, i) not in {("attend_rows.h", 0), ("attend_rows.h", 1)}
-]
+NEEDED = [(name, call, which) for name, call, count in PLACES for which in range(count)]
 
 
 def without(name: str, which: int, instead: str) -> Callable[[str, str], str]:
     """A change that puts something in the place of one barrier."""
 
-    def change(at: str, text: str) -> str:
+    def change(at: str, written: str) -> str:
         if at != name:
-            return text
-        found = list(BARRIER.finditer(text))[which]
-        return f"{text[: found.start()]}{instead}{text[found.end() :]}"
+            return written
+        found = list(BARRIER.finditer(written))[which]
+        return f"{written[: found.start()]}{instead}{written[found.end() :]}"
 
     return change
 
@@ -73,10 +69,11 @@ def test_all_barriers_are_tried() -> None:
     for name, _, count in PLACES:
         body = BODIES[name.removesuffix(".h")]
         assert len(BARRIER.findall(body.header if name.endswith(".h") else body.source)) == count, name
-    tried_bodies = {name.removesuffix(".h") for name, _, _ in PLACES}
+    names = {name for name, _, _ in PLACES}
+    headers = {header for name in names if name.endswith(".h") for header in BODIES[name.removesuffix(".h")].headers}
     for name, body in BODIES.items():
-        if name not in tried_bodies:
-            assert "threadgroup" not in re.sub(r"//.*|threadgroup_position_in_grid", "", body.source)
+        assert name in names or not BARRIER.search(body.source)
+        assert all(header in headers or not BARRIER.search(text(header)) for header in body.headers)
 
 
 @pytest.mark.parametrize(("name", "call", "which"), NEEDED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -84,18 +81,18 @@ def test_each_barrier_is_needed(name: str, call: Callable[[Any], Any], which: in
     """Without any one of them some order of the threads gives something else."""
     want = call(Emulated())
     device = Emulated(change=without(name, which, ";"))
-    found = False
     for device.order in (*cases.ORDERS, 7, 8):
         try:
-            found = found or not np.array_equal(call(device), want)
+            if not np.array_equal(call(device), want):
+                return
         except KernelError:  # what was read too early led outside a buffer
-            found = True
-    assert found
+            return
+    pytest.fail("all orders gave the same")
 
 
 @pytest.mark.parametrize(("name", "call", "which"), [place for place in NEEDED if place[2] != 1])
 def test_a_barrier_that_not_all_threads_reach_is_found(name: str, call: Callable[[Any], Any], which: int) -> None:
-    index = "group" if name in ("attend.h", "attend_rows.h", "block_scores") else "t / 32"
+    index = "group" if name in ("attend.h", "block_scores") else "t / 32"
     device = Emulated(
         change=without(name, which, f"if ({index} == 0) threadgroup_barrier(mem_flags::mem_threadgroup);")
     )
@@ -106,9 +103,9 @@ def test_a_barrier_that_not_all_threads_reach_is_found(name: str, call: Callable
 
 
 def swapped(name: str, old: str, new: str) -> Callable[[str, str], str]:
-    def change(at: str, text: str) -> str:
-        assert at != name or old in text
-        return text.replace(old, new) if at == name else text
+    def change(at: str, written: str) -> str:
+        assert at != name or old in written
+        return written.replace(old, new) if at == name else written
 
     return change
 
@@ -165,6 +162,7 @@ def test_a_check_of_indices_that_is_left_out_is_found(old: str, new: str) -> Non
 # ---- threadgroup memory ----------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def every_template() -> Recorder:
     """Notes what all kinds of calls run, for all head sizes."""
     recorder = Recorder()
