@@ -154,12 +154,17 @@ class AttentionEngine:
             raise ValueError(f"q {q.shape}, k_suf {k_suf.shape} and v_suf {v_suf.shape} do not fit")
         fold = fold_of(head_map, heads, kv_heads)
         found = self.slots.use((sid, layer), kv_heads, dim)
-        queries = fold.inward(_scaled(q))
-        parts = [self.backend.dense(found.held, queries, self._first(found.shape[1], window))]
-        if suffix:
-            visible = np.minimum(max(suffix - rows, 0) + np.arange(rows) + 1, suffix)
-            parts.append(self.backend.suffix(k_suf, v_suf, queries, np.tile(visible, fold.share)))
-        out, lse = fold.outward(merge(parts))
+        queries, first = fold.inward(_scaled(q)), self._first(found.shape[1], window)
+        at_once = getattr(self.backend, "fused", None)  # in one pass over the device
+        if suffix and at_once is not None:
+            part = at_once(found.held, queries, k_suf, v_suf, rows, first)
+        else:
+            parts = [self.backend.dense(found.held, queries, first)]
+            if suffix:
+                visible = np.minimum(max(suffix - rows, 0) + np.arange(rows) + 1, suffix)
+                parts.append(self.backend.suffix(k_suf, v_suf, queries, np.tile(visible, fold.share)))
+            part = merge(parts)
+        out, lse = fold.outward(part)
         return with_sinks((out, lse), _sinks(sinks, q.shape))[0]
 
     def query_sparse(
