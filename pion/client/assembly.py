@@ -54,6 +54,8 @@ def checked(cache: Sequence[Any], layout: Layout, count: int) -> None:
             raise ValueError(f"a {type(leaf).__name__} of {length} tokens in a cache that should hold {count}")
     for place in layout.rows:
         for array in (cache[place].keys, cache[place].values):
+            if array is None:
+                raise ValueError(f"slot {place} is empty in a cache that should hold {count} tokens")
             found = (array.shape[1], array.shape[3], str(array.dtype).rpartition(".")[2])
             if found != (layout.n_kv_heads, layout.head_dim, layout.dtype):
                 raise PionMlxCompatError(f"slot {place} has {found[0]} heads x {found[1]} {found[2]}, not this model's")
@@ -70,8 +72,12 @@ def planned(
         ids: its tokens.
         identity: of what it belongs to.
         as_states: store everything as states, bit for bit, whatever the format of rows is.
+
+    Raises:
+        PionMlxCompatError, ValueError: the cache is not one of this layout and these tokens, see `checked`.
     """
     count = len(ids)
+    checked(done.cache, layout, count)
     ranks = {} if as_states else {place: rank for rank, place in enumerate(layout.rows)}
     found: list[tuple[Any, int | None]] = []
     for place, slot in enumerate(done.cache):
@@ -128,6 +134,8 @@ def built(
         if tree["class"] == "QuantizedKVCache" and type(cache[place]) is module.KVCache:
             cache[place] = module.QuantizedKVCache(group_size=tree["group_size"], bits=tree["bits"])
     found = list(slots.leaves(cache))
+    if slots.structure(cache) != layout.trees:
+        raise ValueError("the model makes another cache than it made when it was looked at")
     leaves = manifest.leaves if manifest is not None else tuple(Leaf(rank) for rank in range(len(found)))
     if len(leaves) != len(found):
         raise ValueError(f"{len(leaves)} leaves are stored, this cache has {len(found)}")
@@ -142,7 +150,7 @@ def built(
         assert manifest is not None
         state = slots.parse(parts.states[number], leaf=number, tokens=manifest.tokens if where.cut else count)
         cut = count if where.cut and count < manifest.tokens and state.numbers.get("offset") else None
-        arrays += slots.give(leaf, state, cut, ROOM)
+        arrays += slots.give(leaf, state, cut, ROOM, layout.shapes[number] if layout.shapes else None)
     mx.eval(arrays)
     parts.rows.clear()
     rows.clear()

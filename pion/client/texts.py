@@ -74,7 +74,7 @@ class Texts(Work):
     def _layout(self) -> Layout:
         if self.layout is None:
             raise RuntimeError(_NEEDS_MODEL)
-        return self.layout
+        return self._measured()
 
     def _wanted(self, prefix_token_ids: Any, namespace: str, layout: Layout) -> Wanted:
         ids = token_array(prefix_token_ids)

@@ -129,10 +129,21 @@ class Work:
             self.tokens_asked += said["tokens"]
             self.tokens_reused += said["reused"]
 
+    # --- the model ------------------------------------------------------------------------------------------------
+
+    def _measured(self) -> Layout:
+        """What the model's cache is made of now: weights, and their dtype, may be changed in place at any time."""
+        identity, layout = model_identity(self.model), self.layout
+        if layout is None or layout.identity != identity:
+            layout = self.layout = caches.inspect_model(self.model, self._options)
+            if layout.rows:
+                self.formats.check(layout.dtype, len(layout.rows), layout.kv_dim)
+        return layout
+
     # --- what is asked for ----------------------------------------------------------------------------------------
 
     def _want(self, ids: Any, namespace: str, layout: Layout) -> Wanted:
-        identity = cache_identity(model_identity(self.model), tree_kind(layout.trees))
+        identity = cache_identity(layout.identity, tree_kind(layout.trees))
         formats = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}"
         asked = f"{formats}/{'states' if self._as_states else 'rows'}/{self._apart}"
         scope = cache_identity(identity, asked).hex()[:32]
