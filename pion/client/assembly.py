@@ -5,7 +5,7 @@ mlx and mlx-lm are imported inside functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from pion.client.restore import ROOM
 from pion.client.transfer import Parts, Rows
 from pion.errors import MismatchError
 
-__all__ = ["Plan", "built", "checked", "planned"]
+__all__ = ["Plan", "built", "checked", "not_numbers", "planned"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Plan:
 
     Attributes:
         manifest: what they are.
-        rows: of the layers that are rows, packed one layer-side at a time as they are asked for.
+        rows: gives those of the layers that are rows, packed one layer-side at a time as they are asked for.
         states: all of them by number, packed, the manifest and the tokens included.
     """
 
     manifest: Manifest
-    rows: Rows
+    rows: Callable[[], Rows]
     states: dict[int, Any] = field(default_factory=dict)
 
 
@@ -99,13 +99,25 @@ def planned(
     manifest = Manifest(count, identity.hex(), layout.trees, boundaries, tuple(leaves))
     assert len(states) == manifest.state_count >= FIRST
     states[0] = manifest.pack()
-    return Plan(manifest, _rows(done.cache, ranks, count), states)
+    return Plan(manifest, lambda: _rows(done.cache, ranks, count), states)
 
 
 def _rows(cache: list[Any], ranks: Mapping[int, int], count: int) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
     for place, rank in ranks.items():
         yield rank, 0, pack_rows(cache[place].keys, count)
         yield rank, 1, pack_rows(cache[place].values, count)
+
+
+def not_numbers(rows: Iterable[tuple[int, int, np.ndarray[Any, Any]]], dtype: str) -> str:
+    """Where packed rows hold NaN, as a sentence; empty when they hold none."""
+    for layer, side, data in rows:
+        if dtype == "bfloat16":
+            found = (data & 0x7FFF) > 0x7F80
+        else:
+            found = np.isnan(data.view(np.float16) if data.dtype == np.uint16 else data)
+        if found.any():
+            return f"row {int(found.any(axis=1).argmax())} of layer {layer} of {'KV'[side]} holds NaN"
+    return ""
 
 
 def built(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl as tls
+import sys
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -91,7 +92,9 @@ class PionPromptCache(LayerMethods):
         ValueError: an argument is not offered; the text says which.
 
     A namespace names one token sequence for one model and format: build it with `make_namespace`. The object may be
-    shared between threads and kept over a fork.
+    shared between threads. It may be kept over a fork: `lookup` without tokens, `drop`, `commit`, `save` and raw
+    commands then work in the child. Whatever needs mlx is refused there with PionMlxCompatError if the parent had used
+    it, since mlx itself hangs in such a child: start workers with ``multiprocessing.get_context("spawn")``.
     """
 
     make_namespace = staticmethod(make_namespace)
@@ -219,32 +222,29 @@ class PionPromptCache(LayerMethods):
             return self._compute(want, layout, None, boundaries, look.reason, own).cache
 
         key = (str(self.address), namespace, want.digest)
-        turn, ours = flights.begin(key)
-        if not ours:
-            self._count(waits=1)
-            if turn.over.wait(self._wait_at_most) and turn.stored:
-                look = self._look(want, layout)
-                if look.cache is not None:
-                    return look.cache
-            return self._compute(want, layout, None, boundaries, look.reason, own).cache
-        handed_on = False
+        holder = flights.Holder(sys._getframe())
+        claim = self._new_claim(namespace, holder)
+        turn, ours = flights.begin(key, holder)
         try:
-            claim, near = self._claim(want, layout, missing=missing)
-            if isinstance(claim, list):
+            if not ours:
+                self._count(waits=1)
+                if turn.wait(self._wait_at_most):
+                    look = self._look(want, layout)
+                    if look.cache is not None:
+                        return look.cache
+                return self._compute(want, layout, None, boundaries, look.reason, own).cache
+            cache, near = self._claim(want, layout, claim, missing=missing)
+            if cache is not None:
                 flights.end(key, turn, stored=True)
-                return claim
-            try:
-                done = self._compute(want, layout, near, boundaries, look.reason, own)
-            except BaseException:
-                if claim is not None:
-                    self._release(claim)
-                raise
-            handed_on = True
+                return cache
+            done = self._compute(want, layout, near, boundaries, look.reason, own)
             self._kept(want, layout, done, claim, lambda stored: flights.end(key, turn, stored))
             return done.cache
         finally:
-            if not handed_on:
+            if ours and holder.thread is None:  # else the thread that stores it gives both back
                 flights.end(key, turn, stored=False)
+                self._release(claim)
+            holder.leave()
 
     def _kept(self, want: Wanted, layout: Layout, done: Prefilled, claim: Any, over: Any) -> None:
         try:

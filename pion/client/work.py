@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 
 from pion.client import assembly, caches, calls, flights, progress, reuse, transfer
-from pion.client.caches import CacheOptions, Layout, PionMlxCompatError, Prefilled
+from pion.client.caches import CacheOptions, Layout, Prefilled
 from pion.client.connection import Flight, Steps
 from pion.client.errors import IncompleteError
 from pion.client.explain import Explanation, block_table, note, receipt
@@ -28,7 +28,7 @@ from pion.client.identity import cache_identity, model_identity, prefix_digest
 from pion.client.lanes import Lanes
 from pion.client.link import Link
 from pion.client.slots import tree_kind
-from pion.errors import AuthenticationError, CommandError, MismatchError
+from pion.errors import AuthenticationError, CommandError, MismatchError, PionError
 from pion.limits import MAX_PREFILL_MS
 
 __all__ = ["Checkpoints", "Look", "Wanted", "Work"]
@@ -308,22 +308,22 @@ class Work:
     # --- one at a time --------------------------------------------------------------------------------------------
 
     def _claim(
-        self, want: Wanted, layout: Layout, *, missing: bool
-    ) -> tuple[flights.Claim | list[Any] | None, list[str] | None]:
-        """The lease of a prefix that is about to be computed; the cache, when another process has stored it meanwhile;
-        or None: nobody knows, or it was waited long enough. And the names of prefixes that begin alike, if known."""
-        owner = flights.Claim.new_owner()
+        self, want: Wanted, layout: Layout, claim: flights.Claim, *, missing: bool
+    ) -> tuple[list[Any] | None, list[str] | None]:
+        """Get the lease of a prefix that is about to be computed, if it can be had: it cannot where nobody knows, or
+        after a long enough wait. The cache, when another process has stored it meanwhile; and the names of prefixes
+        that begin alike, if known."""
         deadline = time.monotonic() + self._wait_at_most
         pause, most = _POLL
         waited = False
 
         def ask() -> Steps[list[Any]]:
-            claim = flights.claim_command(want.namespace, owner, flights.LEASE_MS)
             match = [transfer.match_command(want.near)] if want.blocks[1] else []
-            replies = yield Flight([claim, ["KV.PREFIX.INFO", want.namespace], *match])
+            replies = yield Flight([claim.command, ["KV.PREFIX.INFO", want.namespace], *match])
             return replies
 
         while True:
+            claim.pending = True
             try:
                 granted, about, *found = self._run(ask())
             except tls.SSLError:
@@ -334,6 +334,7 @@ class Work:
             names = [name for reply in found for name in transfer.names_of(reply) if name != want.namespace]
             if granted == 1:
                 break
+            claim.pending = False
             if granted != 0:  # refused: a server without leases, or no right to them
                 return None, names
             if not waited:
@@ -345,16 +346,23 @@ class Work:
                 return None, names
             time.sleep(pause)
             pause = min(1.5 * pause, most)
-        claim = flights.Claim(lambda command: self._link.run(calls.call(command, None)), want.namespace, owner)
+        claim.start()
         if missing and isinstance(about, bytes) and b"complete:1" in about.split(b"\r\n"):
             look = self._look(want, layout)
             if look.cache is not None:
-                self._release(claim)
                 return look.cache, names
-        return claim, names
+        return None, names
+
+    def _new_claim(self, namespace: str, holder: flights.Holder) -> flights.Claim:
+        run = self._link.run
+        return flights.Claim(lambda command: run(calls.call(command, None)), namespace, holder)
 
     def _release(self, claim: flights.Claim) -> None:
+        """Give a lease back that may have been granted; once is enough, twice does no harm."""
         claim.stop()
+        if not claim.pending:
+            return
+        claim.pending = False
         try:
             self._link.run(calls.call(claim.release_command, None))
         except (OSError, CommandError) as error:  # it ends by itself
@@ -375,7 +383,7 @@ class Work:
             MismatchError: the namespace holds something else.
         """
         started, count = time.perf_counter(), len(want.ids)
-        sent = False
+        registered = sent = False
         try:
             plan = assembly.planned(done, layout, want.ids, want.identity, self._as_states)
             rows = layout.of_rows(self._row_layers(layout))
@@ -394,52 +402,75 @@ class Work:
                     replace=replace,
                 )
             )
+            registered = True
             if not self.background_store:
                 sent = True
                 self._send(want, layout, plan, plan.rows, started, claim, over)
                 return
             # Packed now: the caller is about to append to these arrays, and a reference to them would cost it a copy.
-            args = (want, layout, plan, list(plan.rows), started, claim, over)
+            packed = list(plan.rows())
+            args = (want, layout, plan, lambda: packed, started, claim, over)
             thread = threading.Thread(target=self._send, args=args, name="pion store")
-            with self._counting:
-                self._storing.append(thread)
+            if claim is not None:
+                claim.holder.thread = thread
             thread.start()
             sent = True
+            with self._counting:
+                self._storing.append(thread)
         except (MismatchError, AuthenticationError, tls.SSLError):
             raise
-        except (CommandError, OSError, PionMlxCompatError) as error:
+        except Exception as error:  # whatever it is: the caller has computed its cache and gets it
             self._not_stored(want.namespace, error)
         finally:
             if not sent:
                 over(False)
-                if claim is not None:
-                    self._release(claim)
+                self._leave_nothing(want, claim, registered=registered)
+
+    def _leave_nothing(self, want: Wanted, claim: flights.Claim | None, *, registered: bool) -> None:
+        """After a store that failed here: no part of it, and no lease."""
+        if registered:
+            try:
+                self._link.run(transfer.abandon(want.namespace, want.digest))
+            except (OSError, PionError) as error:  # an incomplete entry is a miss
+                log.debug("prefix %s: its parts were not dropped: %s", want.namespace, error)
+        if claim is not None:
+            self._release(claim)
 
     def _send(
-        self, want: Wanted, layout: Layout, plan: assembly.Plan, rows: transfer.Rows, started: float,
+        self, want: Wanted, layout: Layout, plan: assembly.Plan, rows: Callable[[], transfer.Rows], started: float,
         claim: flights.Claim | None, over: Callable[[bool], None],
     ) -> None:  # fmt: skip
-        stored = False
+        stored = lost = False
         try:
             if claim is not None:
                 claim.stop()
-            tail = [claim.release_command] if claim is not None else []
+            tail = [claim.release_command] if claim is not None and claim.pending else []
             self._link.run(
-                transfer.send(want.namespace, want.digest, layout.dtype, len(want.ids), rows, plan.states, tail)
+                transfer.send(want.namespace, want.digest, layout.dtype, len(want.ids), rows(), plan.states, tail)
             )
             stored = True
-        except (CommandError, IncompleteError, OSError) as error:
+            if claim is not None:
+                claim.pending = False
+        except OSError as error:  # what arrived is an incomplete entry: a miss, and the lease ends by itself
+            lost = True
+            if claim is not None:
+                claim.pending = False
             self._not_stored(want.namespace, error)
-            if claim is not None and not isinstance(error, OSError):
-                self._release(claim)
+        except Exception as error:
+            where = assembly.not_numbers(rows(), layout.dtype) if isinstance(error, CommandError) else ""
+            self._not_stored(want.namespace, error, where)
         finally:
             over(stored)
+            if not stored and not lost:
+                self._leave_nothing(want, claim, registered=True)
         self._count(store_ms_total=(time.perf_counter() - started) * 1e3)
 
-    def _not_stored(self, namespace: str, error: Exception) -> None:
+    def _not_stored(self, namespace: str, error: Exception, more: str = "") -> None:
         self._count(store_errors=1)
         what = f"prefix {namespace} was computed but not stored"
-        if not isinstance(error, OSError):
+        if more:
+            log.warning("%s: %s (%s)", what, more, error)
+        elif not isinstance(error, OSError):
             log.warning("%s: %s", what, error)
         elif not self._link.went_down(error, what):
             log.info("%s: %s", what, error)

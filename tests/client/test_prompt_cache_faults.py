@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +19,9 @@ import numpy as np
 import pytest
 
 from pion import Client, HybridRetrievalCache, PionPromptCache
-from pion.client import assembly, caches
+from pion.client import assembly, caches, flights
 from pion.client.caches import PionMlxCompatError, Prefilled, pack_rows, prefill
+from pion.client.errors import PrefixMissError
 from pion.testing import server as start_server
 from tests.support import families, models
 from tests.support.proxy import Proxy, proxy
@@ -129,3 +138,235 @@ def test_packing_refuses_a_cache_that_is_not_of_the_layout(as_states: bool, ids:
         assembly.planned(
             Prefilled(prefill(models.tiny_llama("float16"), ids, None)), layout, array[:59], bytes(32), as_states
         )
+
+
+# --- DROP at any moment -----------------------------------------------------------------------------------------------
+
+
+def states_of(client: Client, ns: str) -> list[Any]:
+    """The first states that are held under a name, declared or not."""
+    return [client.call("SSM.PREFIX.FETCH", ns, number) for number in range(3)]
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+@pytest.mark.parametrize("moment", ["rows", "states"])
+def test_a_drop_in_the_middle_of_a_store_leaves_nothing_that_blocks_the_name(
+    cache_of: Callable[..., PionPromptCache], client: Client, between: Proxy, ns: str, ids: list[int], family: str,
+    moment: str,
+) -> None:  # fmt: skip
+    model = families.tiny(family)
+    seen: list[bytes] = []
+
+    def drop(request: bytes) -> None:
+        at = b"V.STOREBATCH" if moment == "rows" else b"SSM.PREFIX.STORE"
+        if at in request and not seen:
+            seen.append(request)
+            client.drop(ns)
+
+    between.before, between.piece = drop, 1000
+    pc = cache_of(model, port=between.port, local_bytes=0)
+    pc.get_or_prefill(ids, ns)
+    assert (len(seen), pc.store_errors) == (1, 1)
+    assert states_of(client, ns) == [None] * 3
+    pc.get_or_prefill(ids, ns)
+    pc.get_or_prefill(ids, ns)
+    assert (pc.hits, pc.misses, pc.mismatches, pc.store_errors) == (1, 2, 0, 1)
+
+
+def test_states_that_nobody_registered_are_replaced(
+    cache_of: Callable[..., PionPromptCache], client: Client, ns: str, ids: list[int]
+) -> None:
+    pc = cache_of(models.tiny_llama())
+    for each, store in ((ns, pc.get_or_prefill), (f"{ns}-put", lambda ids, ns: pc.put(prefill(pc.model, ids, None), ids, ns))):
+        for number in (0, 1, 7):
+            assert client.call("SSM.PREFIX.STORE", each, number, b"left over") == "OK"
+        store(ids, each)
+        pc.get_or_prefill(ids, each)
+        assert states_of(client, each)[2] is None
+    assert (pc.hits, pc.misses, pc.mismatches, pc.store_errors) == (2, 1, 0, 0)
+
+
+@pytest.mark.parametrize("command", [b"KV.PREFIX.LOOKUP", b"V.INFO", b"KV.PREFIX.LANE", b"SSM.PREFIX.FETCH"])
+def test_a_drop_between_the_questions_of_a_lookup_is_a_miss(
+    byte_server: Callable[..., Any], answers: dict[str, Any], ns: str, ids: list[int], command: bytes
+) -> None:
+    """From this command on the server of this test has lost the entry that its LOOKUP found."""
+    running, lost = byte_server(), []
+
+    def answer(peer: Any, argv: list[bytes]) -> Any:
+        name = argv[0].upper()
+        if name == b"KV.PREFIX.LOOKUP":
+            return b"HIT" if command != name else b"MISS"
+        if name == command:
+            lost.append(name)
+        if name in (b"V.INFO", b"KV.PREFIX.LANE", b"SSM.PREFIX.FETCH"):
+            return answers["error"]("ERR session not found")
+        return answers["ordinary"](peer, argv)
+
+    running.answer = answer
+    with PionPromptCache(models.tiny_llama(), port=running.port) as pc:
+        assert pc.get_or_prefill(ids, ns)[0].offset == len(ids)
+        assert (pc.hits, pc.misses) == (0, 1)
+        with pytest.raises(PrefixMissError):
+            pc.lazy(ids, ns)
+
+
+# --- a call that is interrupted ---------------------------------------------------------------------------------------
+
+
+def leases() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pion lease"]
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt at the n-th moment at which Python looks for signals in the client's own code: when a
+    function begins, and when one that is written in C has returned."""
+
+    FILES = ("client/work.py", "client/flights.py", "client/prompt_cache.py")
+
+    def __init__(self, at: int) -> None:
+        self.at, self.moments = at, 0
+
+    def __enter__(self) -> Interrupted:
+        sys.setprofile(self.look)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        sys.setprofile(None)
+
+    def look(self, frame: Any, event: str, _argument: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(self.FILES):
+            self.moments += 1
+            if self.moments == self.at:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_ctrl_c_at_any_moment_of_a_cold_get_keeps_nobody_waiting(
+    cache_of: Callable[..., PionPromptCache], client: Client, ns: str, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    monkeypatch.setattr(flights, "_RENEW", 0.05)
+    pc = cache_of(models.tiny_llama(), background_store=background)
+    pc.get_or_prefill([1], ns)
+    with Interrupted(0) as counted:
+        pc.get_or_prefill(families.tokens(20, 1), f"{ns}-whole")
+    pc.close()
+    assert counted.moments > 60
+    for at in range(1, counted.moments + 1):
+        name, ids = f"{ns}-{at}", families.tokens(20, at)
+        pc = cache_of(pc.model, background_store=background)
+        with contextlib.suppress(KeyboardInterrupt), Interrupted(at):
+            pc.get_or_prefill(ids, name)
+        pc._join()
+        deadline = time.monotonic() + 5
+        while leases() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not leases(), at
+        for key in list(flights._turns):
+            turn, ours = flights.begin(key)
+            assert ours, at
+            flights.end(key, turn, stored=False)
+        info = client.call("KV.PREFIX.INFO", name)
+        assert info is None or b"lease_ms:0" in info, at
+        pc.close()
+
+
+def test_a_lease_ends_with_the_call_that_computes(
+    cache_of: Callable[..., PionPromptCache], client: Client, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the call could not give it back."""
+    monkeypatch.setattr(flights, "_RENEW", 0.05)
+    run = cache_of().resp
+
+    def call() -> flights.Claim:
+        holder = flights.Holder(sys._getframe())
+        claim = flights.Claim(lambda command: run.call(*command), ns, holder)
+        assert run.call(*claim.command) == b":1\r\n"
+        claim.start()
+        time.sleep(0.2)
+        assert (holder.active, run.call(*flights.claim_command(ns, "another", 1))) == (True, b":0\r\n")
+        return claim  # as if an interrupt had skipped what gives it back
+
+    claim = call()
+    for thread in leases():
+        thread.join(30)
+    assert (leases(), claim.holder.active) == ([], False)
+    assert run.call(*flights.claim_command(ns, "another", 1)) == b":1\r\n"
+
+
+def test_a_waiting_thread_does_not_wait_for_a_call_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "_LOOK", 0.02)
+
+    def call() -> flights.Turn:
+        return flights.begin("key", flights.Holder(sys._getframe()))[0]
+
+    turn = call()
+    started = time.monotonic()
+    assert turn.wait(60) is False
+    assert time.monotonic() - started < 10
+    again, ours = flights.begin("key")
+    assert ours
+    flights.end("key", again, stored=True)
+    assert again.wait(math.inf) is True
+
+
+# --- a forked child ---------------------------------------------------------------------------------------------------
+
+FORKED = """
+import json, os, sys
+from tests.support import models
+mode, port, ns = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+from pion import PionPromptCache
+from pion.client import flights, mlx_arrays
+mlx_arrays._PATIENCE = 1.5
+import mlx.core as mx
+ids, model, pc = list(range(1, 40)), None, None
+if mode == "used":
+    model = models.tiny_llama()
+    pc = PionPromptCache(model, port=port)
+    pc.get_or_prefill(ids, ns)
+elif mode == "elsewhere":
+    model = models.tiny_llama()
+out, into = os.pipe()
+pid = os.fork()
+if pid == 0:
+    def said(call):
+        try:
+            return str(call())[:80]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    if pc is None:
+        model = model or models.tiny_llama()
+        found = [said(lambda: PionPromptCache(model, port=port).get_or_prefill(ids, ns)[0].offset)]
+    else:
+        found = [said(call) for call in (
+            lambda: pc.get_or_prefill(ids, ns), lambda: pc.get_or_prefill(ids, "cold"), lambda: pc.explain(ids, ns),
+            lambda: pc.lookup(ns, ids), lambda: pc.put([], ids, ns), lambda: pc.lazy(ids, ns),
+            lambda: PionPromptCache(model, port=port),
+            lambda: pc.lookup(ns), lambda: pc.resp.call("PING"), lambda: pc.drop(ns), pc.commit, pc.stats,
+        )]
+    os.write(into, json.dumps(found).encode())
+    os._exit(0)
+os.close(into)
+print(os.read(out, 1 << 16).decode())
+os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.parametrize("mode", ["used", "elsewhere", "loaded"])
+def test_a_forked_child_of_a_process_that_used_mlx_is_told_so(server: Any, ns: str, mode: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, mode, str(server.port), ns],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    said = json.loads(done.stdout)
+    refusal = "PionMlxCompatError: this process was forked from one that had used mlx"
+    if mode == "used":
+        assert [text.startswith(refusal) and "spawn" in text for text in said[:7]] == [True] * 7, said
+        assert said[7:11] == ["True", "b'+PONG\\r\\n'", "1", "None"]
+        assert said[11].startswith("{")
+    elif mode == "elsewhere":
+        assert said[0].startswith(refusal)
+    else:  # where the parent had only imported it
+        assert said == ["39"]
