@@ -100,10 +100,9 @@ def _has_threads() -> bool:
     """Whether this process runs threads that are not Python's: mlx's own, where mlx was first used in this process. A
     child of it then hangs as any other."""
     try:
-        threads = {int(name) for name in os.listdir("/proc/self/task")}
+        return len(os.listdir("/proc/self/task")) > threading.active_count()
     except OSError:  # not Linux
         return False
-    return bool(threads - {thread.native_id for thread in threading.enumerate()})
 
 
 def mlx_modules() -> tuple[Any, Any]:
