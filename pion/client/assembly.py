@@ -44,6 +44,8 @@ def checked(cache: Sequence[Any], layout: Layout, count: int) -> None:
         PionMlxCompatError: it is made of something else; nothing was sent.
         ValueError: it holds another number of tokens.
     """
+    if not isinstance(cache, list | tuple):
+        raise TypeError(f"a prompt cache is a list, not {type(cache).__name__}")
     trees = slots.structure(cache)
     if trees != layout.trees:
         got, want = (slots.tree_kind(found) or f"{len(found)} x KVCache" for found in (trees, layout.trees))

@@ -19,9 +19,10 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 
 from pion.client import assembly, caches, calls, flights, progress, reuse, transfer
+from pion.client.arguments import checked_checkpoints
 from pion.client.caches import CacheOptions, Layout, Prefilled
 from pion.client.connection import Flight, Steps
-from pion.client.errors import IncompleteError
+from pion.client.errors import IncompleteError, PrefixMissError
 from pion.client.explain import Explanation, block_table, note, receipt
 from pion.client.formats import Formats
 from pion.client.identity import cache_identity, model_identity, prefix_digest
@@ -41,6 +42,11 @@ T = TypeVar("T")
 
 _MOST_BOUNDARIES: Final = 1024
 _LOSSLESS: Final = Formats("native", "native")
+_UNUSABLE: Final = (
+    IncompleteError, PrefixMissError, CommandError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+    MemoryError, RecursionError,
+)  # fmt: skip
+"""What reading an entry can raise that is not what it should be. Somebody else wrote it: it is a miss."""
 _POLL: Final = (0.02, 0.5)  # seconds between two questions whether another process is done: first, at most
 
 
@@ -203,8 +209,8 @@ class Work:
             return Look("mismatch", str(error))
         except (AuthenticationError, tls.SSLError):
             raise
-        except (IncompleteError, CommandError, ValueError) as error:
-            log.warning("prefix %s cannot be used and is computed again: %s", want.namespace, error)
+        except _UNUSABLE as error:
+            log.warning("prefix %s cannot be used and is computed again: %s", want.namespace, error or repr(error))
             return Look("miss", str(error))
         except OSError as error:
             self._link.went_down(error)
@@ -269,17 +275,27 @@ class Work:
             found = self._run(reuse.find(names, want.identity.hex(), layout, want.ids))
             if not found:
                 return None, 0
-            best = found[0]
-            note(said, best, want.ids, may_reuse=False)
-            manifest = best.entry.manifest
-            if not reuse.worth(best, want.ids) or manifest is None:
+            note(said, found[0], want.ids, may_reuse=False)
+            for best in found:
+                manifest = best.entry.manifest
+                if not reuse.worth(best, want.ids) or manifest is None:
+                    return None, 0
+                digest = prefix_digest(want.identity, best.entry.ids)
+                try:
+                    cache, _ = self._fetch(best.entry, digest, layout, manifest.tokens, best.usable)
+                    break
+                except (AuthenticationError, tls.SSLError):
+                    raise
+                except _UNUSABLE as error:  # the next one may be of use
+                    log.warning("prefix %s: %s, stored beside it, cannot be used: %s", want.namespace,
+                                best.entry.namespace, error or repr(error))  # fmt: skip
+                    said["reason"] = str(error)
+            else:
                 return None, 0
-            digest = prefix_digest(want.identity, best.entry.ids)
-            cache, _ = self._fetch(best.entry, digest, layout, manifest.tokens, best.usable)
         except (AuthenticationError, tls.SSLError):
             raise
-        except (IncompleteError, CommandError, ValueError) as error:
-            log.warning("prefix %s: what is stored beside it cannot be used: %s", want.namespace, error)
+        except _UNUSABLE as error:
+            log.warning("prefix %s: what is stored beside it cannot be used: %s", want.namespace, error or repr(error))
             said["reason"] = str(error)
             return None, 0
         except OSError as error:
@@ -295,12 +311,11 @@ class Work:
         """Where states are taken down on the way."""
         if checkpoints is None or layout.cuttable:
             return []
+        checkpoints = checked_checkpoints(checkpoints)
         if isinstance(checkpoints, int):
-            if checkpoints < 1:
-                raise ValueError("checkpoints must be a positive number of tokens, or numbers of tokens")
             found = list(range(checkpoints, total, checkpoints))
         else:
-            found = sorted({int(at) for at in checkpoints if 0 < at < total})
+            found = sorted({at for at in checkpoints if 0 < at < total})
         if len(found) > _MOST_BOUNDARIES:
             raise ValueError(f"checkpoints would be taken {len(found)} times, at most {_MOST_BOUNDARIES} are stored")
         return found
