@@ -110,7 +110,7 @@ def _tensor(data: memoryview, about: dict[str, Any]) -> Tensor:
     numbers = [*shape, start, end]
     if len(shape) > _DIMENSIONS_MAX or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a payload with a shape or a place that is no number")
-    if math.prod(length for length in shape if length) > _LENGTH_MAX * _DIMENSIONS_MAX or max(shape, default=0) > _LENGTH_MAX:
+    if max(shape, default=0) > _LENGTH_MAX or math.prod(length for length in shape if length) > _LENGTH_MAX:
         raise ValueError("a payload with an array larger than there are")
     if not start <= end <= len(data) or end - start != math.prod(shape) * kind.itemsize:
         raise ValueError(f"a payload in which {shape} values of {name} do not have their place")

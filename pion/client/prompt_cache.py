@@ -236,7 +236,7 @@ class PionPromptCache(LayerMethods):
                     if look.cache is not None:
                         return look.cache
                 return self._compute(want, layout, None, boundaries, look.reason, own).cache
-            cache, near = self._claim(want, layout, claim, missing=missing)
+            cache, near = self._claim(want, layout, claim, missing=missing and not look.reason)
             if cache is not None:
                 flights.end(key, turn, stored=True)
                 return cache
@@ -389,7 +389,7 @@ class PionPromptCache(LayerMethods):
         if self.on_mismatch == "replace":
             what = f"it is {done} and replaces that"
         elif computed or done != "computed":
-            what = f"it is {done}, not stored"
+            what = "it is not stored"
         else:
             what = "it is not stored; what it does not share with that or with other stored prefixes is computed"
         log.warning("prefix %s: %s; %s", namespace, reason, what)

@@ -226,7 +226,11 @@ class Work:
         self, entry: transfer.Entry, digest: str, layout: Layout, rows: int, count: int
     ) -> tuple[list[Any], dict[int, Any]]:
         """A cache of the first `count` of `rows` tokens of an entry, and the states it was made of."""
-        layers = len(layout.rows) if entry.manifest is None else entry.manifest.row_layers
+        manifest, layers = entry.manifest, len(layout.rows)
+        if manifest is not None:
+            if manifest.trees != layout.trees or manifest.row_layers not in (0, layers):  # its digest says it is
+                raise ValueError("the entry describes another kind of cache than the one it was registered for")
+            layers = manifest.row_layers
         wanted = self._sides(layout, layers)
         parts = self._run(transfer.fetch(entry, digest, layout.of_rows(layers), wanted, rows, count, self.lanes))
         return assembly.built(self.model, self._options, layout, entry.manifest, parts, count), parts.states
@@ -309,9 +313,9 @@ class Work:
 
     def _boundaries(self, checkpoints: Checkpoints, layout: Layout, total: int) -> list[int]:
         """Where states are taken down on the way."""
+        checkpoints = checked_checkpoints(checkpoints)
         if checkpoints is None or layout.cuttable:
             return []
-        checkpoints = checked_checkpoints(checkpoints)
         if isinstance(checkpoints, int):
             found = list(range(checkpoints, total, checkpoints))
         else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import logging
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -370,3 +372,273 @@ def test_a_forked_child_of_a_process_that_used_mlx_is_told_so(server: Any, ns: s
         assert said[0].startswith(refusal)
     else:  # where the parent had only imported it
         assert said == ["39"]
+
+
+# --- entries that lie -------------------------------------------------------------------------------------------------
+
+
+def _quoted(name: str, text: str) -> Callable[[dict[str, Any]], bytes]:
+    """A manifest in which this text stands for a value."""
+
+    def lie(manifest: dict[str, Any]) -> bytes:
+        changed = json.loads(json.dumps(manifest))
+        if name == "rows":
+            changed["leaves"][1]["rows"] = "@@"
+        else:
+            changed[name] = "@@"
+        return json.dumps(changed).replace('"@@"', text).encode()
+
+    return lie
+
+
+MANIFESTS = [
+    *(_quoted("rows", text) for text in ("1e999", "-1e999", "NaN", "0.5", "null", "true", "9" * 300, "[]")),
+    *(_quoted("tokens", text) for text in ("1e999", "1" + "0" * 400, "true")),
+    *(_quoted("version", text) for text in ("1.0", "true", "1e999", "null")),
+    *(_quoted("boundaries", text) for text in ("[1e999]", "59", "null")),
+    *(_quoted("slots", text) for text in ("[1,2]", "null", '[{"class":1e999},{}]', "[" * 900 + "]" * 900)),
+    *(_quoted("leaves", text) for text in ("[5,5]", '[{"rows":0}]', '[{"states":[2],"cut":true},{"rows":0}]')),
+    lambda _: b"",
+    lambda _: b"[" * 100_000,
+    lambda _: b"9" * 10_000,
+    lambda _: b"\xff",
+]
+
+
+@pytest.mark.parametrize("number", range(len(MANIFESTS)))
+def test_a_manifest_that_lies_is_a_miss(
+    cache_of: Callable[..., PionPromptCache], client: Client, ns: str, ids: list[int], number: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    pc = cache_of(models.tiny_llama(seed=number), local_bytes=0)
+    truth = words(pc.get_or_prefill(ids, ns))
+    lie = MANIFESTS[number](json.loads(client.call("SSM.PREFIX.FETCH", ns, 0)))
+    assert client.call("SSM.PREFIX.STORE", ns, 0, lie) == "OK"
+    pc.explain(ids[:40], ns)
+    assert len(pc.get_or_prefill([*ids, 7], f"{ns}-near")) == 2
+    del caplog.records[:]
+    assert words(pc.get_or_prefill(ids, ns)) == truth
+    assert (pc.hits, pc.misses) == (0, 3)
+    assert sum("cannot be used" in text for text in warnings_of(caplog)) == 1
+    assert words(pc.get_or_prefill(ids, ns)) == truth
+    assert pc.hits == 1, "it was stored again"
+
+
+def _state(data: bytes, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    about = json.loads(header["__metadata__"]["pion"])
+    change(header, about)
+    header["__metadata__"]["pion"] = json.dumps(about)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def _shape(*shape: int) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(header: dict[str, Any], _about: dict[str, Any]) -> None:
+        for name in header.keys() - {"__metadata__"}:
+            start, end = header[name]["data_offsets"]
+            header[name] |= {"shape": list(shape), "data_offsets": [start, start if 0 in shape else end]}
+
+    return change
+
+
+def _number(name: str, value: int) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda _header, about: about["numbers"].update({name: value})
+
+
+def _dtype(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda header, _about: [header[key].update(dtype=name) for key in header.keys() - {"__metadata__"}]
+
+
+def _one_token(header: dict[str, Any], _about: dict[str, Any]) -> None:
+    for name in header.keys() - {"__metadata__"}:
+        batch, heads, _, size = header[name]["shape"]
+        start = header[name]["data_offsets"][0]
+        header[name] |= {"shape": [batch, heads, 1, size], "data_offsets": [start, start + 4 * batch * heads * size]}
+
+
+def _nothing(header: dict[str, Any], about: dict[str, Any]) -> None:
+    for name in header.keys() - {"__metadata__"}:
+        del header[name]
+    about["absent"], about["numbers"]["offset"] = ["keys", "values"], 0
+
+
+STATES = {
+    "giant dimensions": _shape(1, 1 << 40, 0, 8), "no tokens": _shape(1, 2, 0, 8), "a giant batch": _shape(1 << 62, 0, 1, 1),
+    "beyond i64": _shape(1 << 63, 0, 1, 1), "other heads": _shape(1, 1, 60, 16), "by token": _shape(1, 60, 2, 8),
+    "offset": _number("offset", 59), "negative": _number("offset", -1), "huge": _number("offset", 1 << 63),
+    "other words": _dtype("U32"), "one token": _one_token, "nothing": _nothing,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", STATES)
+@pytest.mark.parametrize("options", [{"softmax_bitexact": True}, {"max_kv_size": 64}], ids=["rows as states", "window"])
+def test_a_state_that_lies_is_a_miss(
+    cache_of: Callable[..., PionPromptCache], client: Client, ns: str, ids: list[int], options: dict[str, Any],
+    lie: str, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    model = families.tiny("qwen2") if "max_kv_size" in options else models.tiny_llama()
+    pc = cache_of(model, local_bytes=0, **options)
+    kept = [array.tobytes() for array in map(np.array, (layer.keys for layer in pc.get_or_prefill(ids, ns)))]
+    assert client.call("SSM.PREFIX.STORE", ns, 2, _state(client.call("SSM.PREFIX.FETCH", ns, 2), STATES[lie])) == "OK"
+    got = pc.get_or_prefill(ids, ns)
+    assert [array.tobytes() for array in map(np.array, (layer.keys for layer in got))] == kept
+    assert (pc.hits, pc.misses) == (0, 2)
+    assert sum("cannot be used" in text for text in warnings_of(caplog)) >= 1
+
+
+def test_a_name_that_is_no_utf8_is_passed_over(
+    cache_of: Callable[..., PionPromptCache], client: Client, ns: str, ids: list[int]
+) -> None:
+    pc = cache_of(models.tiny_llama(seed=77), local_bytes=0)
+    pc.get_or_prefill(ids, ns)
+    want = pc._want(np.array(ids, "<u4"), ns, pc._layout())
+    rows = np.zeros((2, 2, 60, 8), np.float32)
+    client.store(b"\xff" + ns.encode(), rows, rows, digest="ab" * 32, scope=want.scope,
+                 blocks=(16, np.frombuffer(want.blocks[1], "<u8")))  # fmt: skip
+    assert pc.explain([*ids, 3], f"{ns}-b")["source"] == ns
+    assert pc.get_or_prefill([*ids, 3], f"{ns}-b")[0].offset == 61
+    assert pc.stats()["last"]["source"] == ns
+
+
+# --- lazy caches ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lazy_cache_can_be_copied_and_put(cache_of: Callable[..., PionPromptCache], ns: str, ids: list[int]) -> None:
+    pc = cache_of(models.tiny_llama(seed=78))
+    truth = words(pc.get_or_prefill(ids, ns))
+    for copied in (copy.deepcopy, lambda cache: [copy.copy(layer) for layer in cache]):
+        lazy = pc.lazy(ids, ns)
+        other = copied(lazy)
+        assert words(other) == words(lazy) == truth
+        assert [type(layer).__module__ for layer in other] == ["mlx_lm.models.cache"] * 2
+    assert pc.put(pc.lazy(ids, ns), ids, f"{ns}-put") is True
+    assert words(pc.get_or_prefill(ids, f"{ns}-put")) == truth
+
+
+# --- arguments, and what is said --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"port": "x"}, TypeError, "port must be an int, not str"),
+        ({"port": 1 << 20}, ValueError, "port must be 0 to 65535"),
+        ({"host": 5}, TypeError, "host must be a str"),
+        ({"vquant": 8}, TypeError, "vquant must be a str"),
+        ({"checkpoints": "a"}, ValueError, "checkpoints must be a positive number of tokens.*not 'a'"),
+        ({"checkpoints": [1.5]}, ValueError, "checkpoints must be"),
+        ({"prefill_chunk_size": "x"}, TypeError, "prefill_chunk_size must be"),
+        ({"admission_threshold": None}, TypeError, "admission_threshold must be an int"),
+        ({"wait": "x"}, TypeError, "wait must be a number of seconds, or None"),
+        ({"wait": -1}, ValueError, "wait must be a number of seconds"),
+        ({"scope": b"x"}, TypeError, "scope must be a str"),
+        ({"local_bytes": "1"}, TypeError, "local_bytes must be an int"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(options: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        PionPromptCache(**options)
+
+
+def test_what_cannot_be_stored_or_asked_for_is_named(
+    cache_of: Callable[..., PionPromptCache], ns: str, ids: list[int]
+) -> None:
+    pc = cache_of(models.tiny_llama(), wait=None)
+    assert pc.get_or_prefill(ids, ns)[0].offset == 60
+    for call, error, text in (
+        (lambda: pc.put(caches.new_cache(pc.model), ids, ns), ValueError, "slot 0 is empty"),
+        (lambda: pc.put(None, ids, ns), TypeError, "a prompt cache is a list, not NoneType"),
+        (lambda: pc.lookup(b"x"), TypeError, "a namespace is a str, not bytes"),
+        (lambda: pc.explain(ids, b"x"), TypeError, "a namespace is a str, not bytes"),
+        (lambda: pc.prepare("a", "b", "c", ns), TypeError, r"a tokenizer with encode\(...\) is needed first, not str"),
+        (lambda: pc.get_or_prefill(ids, ns, checkpoints="a"), ValueError, "checkpoints must be"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_nan_is_reported_as_nan(
+    cache_of: Callable[..., PionPromptCache], ns: str, ids: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.tiny_llama(seed=79)
+    weight = model.layers[1].self_attn.v_proj.weight
+    model.layers[1].self_attn.v_proj.weight = weight * float("nan")
+    pc = cache_of(model, vquant="int8")
+    pc.get_or_prefill(ids, ns)
+    assert (pc.store_errors, pc.lookup(ns)) == (1, False)
+    assert any("row 0 of layer 1 of V holds NaN" in text for text in warnings_of(caplog))
+
+
+def test_a_peer_that_does_not_speak_resp_is_an_outage(ns: str, ids: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    peer.recv(1 << 16)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    peer.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with PionPromptCache(models.tiny_llama(), port=listener.getsockname()[1]) as pc:
+            assert pc.get_or_prefill(ids, ns)[0].offset == 60
+            assert pc.lookup(ns) is False
+            assert pc.outages >= 2
+        listener.shutdown(socket.SHUT_RDWR)
+    assert any("does not speak RESP" in text for text in warnings_of(caplog))
+
+
+def test_a_prefix_that_cannot_be_mapped_is_named(client: Client, ns: str) -> None:
+    for call in (client.map, client.fetch):
+        with pytest.raises(PrefixMissError, match=f"prefix '{ns}': "):
+            call(ns)
+    begun = ["KV.PREFIX.REGISTER", ns, 16, "fp32", "ROWS", 5, "LAYERS", 2]
+    assert client.call(*begun) == "OK"
+    for call in (client.map, client.fetch):
+        with pytest.raises(PrefixMissError, match=f"prefix '{ns}': incomplete"):
+            call(ns)
+
+
+FEW = """
+import logging, os, resource, sys
+from tests.support import models
+from pion import Client, PionPromptCache
+from pion.client.errors import LaneError
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+port, ns, ids = int(sys.argv[1]), sys.argv[2], list(range(1, 60))
+pc = PionPromptCache(models.tiny_llama(), port=port, local_bytes=0)
+pc.get_or_prefill(ids, ns)
+client = Client(host="127.0.0.1", port=port)
+client.ping()
+resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", 0))
+except OSError:
+    pass
+for room in range(2):
+    print(room, pc.get_or_prefill(ids, ns)[0].offset, pc.hits, pc.lanes.used["tcp"])
+    try:
+        client.map(ns)
+    except LaneError as error:
+        print("map:", error)
+    pc.lanes._refused_until = 0
+    os.close(held.pop())
+"""
+
+
+def test_without_a_free_descriptor_rows_come_over_the_connection(server: Any, ns: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FEW, str(server.port), ns],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert {"0 59 1 1", "1 59 2 2"} <= set(lines)
+    assert sum("no file is mapped (" in line and "descriptor" in line for line in lines) == 2
+    assert sum(line.startswith("map: ") and "descriptor" in line for line in lines) == 2
