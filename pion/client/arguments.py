@@ -51,7 +51,7 @@ def checked_wait(wait: Any) -> float:
         return math.inf
     if isinstance(wait, bool) or not isinstance(wait, numbers.Real):
         raise TypeError(f"wait must be a number of seconds, or None for no limit, not {type(wait).__name__}")
-    if not wait >= 0:
+    if not float(wait) >= 0:
         raise ValueError(f"wait must be a number of seconds, or None for no limit, not {wait}")
     return float(wait)
 

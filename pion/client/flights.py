@@ -183,10 +183,8 @@ def _renew(
     """The thread of a claim. It refers to no claim, so that it cannot be what keeps one alive."""
     while not done.wait(_RENEW):
         gone = not holder.active
-        try:
+        with contextlib.suppress(OSError, PionError):  # the server is away: the lease ends, or is there again with it
             ask(release if gone else command)
-        except (OSError, PionError):
-            pass  # the server is away: the lease ends by itself, or is there again with it
         if gone:
             holder.leave()
             return

@@ -241,7 +241,9 @@ def _redeem(told: _Told) -> int:
             answer, fds, flags, _ = socket.recv_fds(sock, 200, 1, _CLOEXEC)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise NoDescriptorError("this process has no free file descriptor for the lane's socket (ulimit -n)") from None
+            raise NoDescriptorError(
+                "this process has no free file descriptor for the lane's socket (ulimit -n)"
+            ) from None
         raise LaneError(f"the server's socket {told.socket} cannot be used: {error.strerror or error}") from error
     if not fds and flags & socket.MSG_CTRUNC:
         raise NoDescriptorError("this process has no free file descriptor for the server's file (ulimit -n)")

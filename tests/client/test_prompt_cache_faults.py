@@ -179,7 +179,10 @@ def test_states_that_nobody_registered_are_replaced(
     cache_of: Callable[..., PionPromptCache], client: Client, ns: str, ids: list[int]
 ) -> None:
     pc = cache_of(models.tiny_llama())
-    for each, store in ((ns, pc.get_or_prefill), (f"{ns}-put", lambda ids, ns: pc.put(prefill(pc.model, ids, None), ids, ns))):
+    for each, store in (
+        (ns, pc.get_or_prefill),
+        (f"{ns}-put", lambda ids, ns: pc.put(prefill(pc.model, ids, None), ids, ns)),
+    ):
         for number in (0, 1, 7):
             assert client.call("SSM.PREFIX.STORE", each, number, b"left over") == "OK"
         store(ids, each)
@@ -466,7 +469,8 @@ def _nothing(header: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 STATES = {
-    "giant dimensions": _shape(1, 1 << 40, 0, 8), "no tokens": _shape(1, 2, 0, 8), "a giant batch": _shape(1 << 62, 0, 1, 1),
+    "giant dimensions": _shape(1, 1 << 40, 0, 8), "no tokens": _shape(1, 2, 0, 8),
+    "a giant batch": _shape(1 << 62, 0, 1, 1),
     "beyond i64": _shape(1 << 63, 0, 1, 1), "other heads": _shape(1, 1, 60, 16), "by token": _shape(1, 60, 2, 8),
     "offset": _number("offset", 59), "negative": _number("offset", -1), "huge": _number("offset", 1 << 63),
     "other words": _dtype("U32"), "one token": _one_token, "nothing": _nothing,
@@ -572,7 +576,9 @@ def test_nan_is_reported_as_nan(
     assert any("row 0 of layer 1 of V holds NaN" in text for text in warnings_of(caplog))
 
 
-def test_a_peer_that_does_not_speak_resp_is_an_outage(ns: str, ids: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_does_not_speak_resp_is_an_outage(
+    ns: str, ids: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
