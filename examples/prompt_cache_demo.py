@@ -53,4 +53,5 @@ took, rest = (ready - started) * 1e3, time.perf_counter() - ready
 how = "HIT: fetched" if stats["hits"] else "MISS: computed" + (" and stored" if stats["store_ms_total"] else "")
 print(f"{how}: {len(prefix_ids):,} tokens in {took:,.0f} ms; answered in {rest:.1f} s")
 print(f"{prompt.QUESTION}\n{text}")
-print({name: round(value, 1) for name, value in stats.items() if value})
+print({name: round(value, 1) for name, value in stats.items() if isinstance(value, int | float) and value})
+print({lane: times for lane, times in stats["lanes"].items() if times}, stats["last"]["reason"])

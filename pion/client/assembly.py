@@ -5,7 +5,7 @@ mlx and mlx-lm are imported inside functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from pion.client.restore import ROOM
 from pion.client.transfer import Parts, Rows
 from pion.errors import MismatchError
 
-__all__ = ["Plan", "built", "checked", "planned"]
+__all__ = ["Plan", "built", "checked", "not_numbers", "planned"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Plan:
 
     Attributes:
         manifest: what they are.
-        rows: of the layers that are rows, packed one layer-side at a time as they are asked for.
+        rows: gives those of the layers that are rows, packed one layer-side at a time as they are asked for.
         states: all of them by number, packed, the manifest and the tokens included.
     """
 
     manifest: Manifest
-    rows: Rows
+    rows: Callable[[], Rows]
     states: dict[int, Any] = field(default_factory=dict)
 
 
@@ -44,6 +44,8 @@ def checked(cache: Sequence[Any], layout: Layout, count: int) -> None:
         PionMlxCompatError: it is made of something else; nothing was sent.
         ValueError: it holds another number of tokens.
     """
+    if not isinstance(cache, list | tuple):
+        raise TypeError(f"a prompt cache is a list, not {type(cache).__name__}")
     trees = slots.structure(cache)
     if trees != layout.trees:
         got, want = (slots.tree_kind(found) or f"{len(found)} x KVCache" for found in (trees, layout.trees))
@@ -54,6 +56,8 @@ def checked(cache: Sequence[Any], layout: Layout, count: int) -> None:
             raise ValueError(f"a {type(leaf).__name__} of {length} tokens in a cache that should hold {count}")
     for place in layout.rows:
         for array in (cache[place].keys, cache[place].values):
+            if array is None:
+                raise ValueError(f"slot {place} is empty in a cache that should hold {count} tokens")
             found = (array.shape[1], array.shape[3], str(array.dtype).rpartition(".")[2])
             if found != (layout.n_kv_heads, layout.head_dim, layout.dtype):
                 raise PionMlxCompatError(f"slot {place} has {found[0]} heads x {found[1]} {found[2]}, not this model's")
@@ -70,8 +74,12 @@ def planned(
         ids: its tokens.
         identity: of what it belongs to.
         as_states: store everything as states, bit for bit, whatever the format of rows is.
+
+    Raises:
+        PionMlxCompatError, ValueError: the cache is not one of this layout and these tokens, see `checked`.
     """
     count = len(ids)
+    checked(done.cache, layout, count)
     ranks = {} if as_states else {place: rank for rank, place in enumerate(layout.rows)}
     found: list[tuple[Any, int | None]] = []
     for place, slot in enumerate(done.cache):
@@ -93,13 +101,25 @@ def planned(
     manifest = Manifest(count, identity.hex(), layout.trees, boundaries, tuple(leaves))
     assert len(states) == manifest.state_count >= FIRST
     states[0] = manifest.pack()
-    return Plan(manifest, _rows(done.cache, ranks, count), states)
+    return Plan(manifest, lambda: _rows(done.cache, ranks, count), states)
 
 
 def _rows(cache: list[Any], ranks: Mapping[int, int], count: int) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
     for place, rank in ranks.items():
         yield rank, 0, pack_rows(cache[place].keys, count)
         yield rank, 1, pack_rows(cache[place].values, count)
+
+
+def not_numbers(rows: Iterable[tuple[int, int, np.ndarray[Any, Any]]], dtype: str) -> str:
+    """Where packed rows hold NaN, as a sentence; empty when they hold none."""
+    for layer, side, data in rows:
+        if dtype == "bfloat16":
+            found = (data & 0x7FFF) > 0x7F80
+        else:
+            found = np.isnan(data.view(np.float16) if data.dtype == np.uint16 else data)
+        if found.any():
+            return f"row {int(found.any(axis=1).argmax())} of layer {layer} of {'KV'[side]} holds NaN"
+    return ""
 
 
 def built(
@@ -128,6 +148,8 @@ def built(
         if tree["class"] == "QuantizedKVCache" and type(cache[place]) is module.KVCache:
             cache[place] = module.QuantizedKVCache(group_size=tree["group_size"], bits=tree["bits"])
     found = list(slots.leaves(cache))
+    if slots.structure(cache) != layout.trees:
+        raise ValueError("the model makes another cache than it made when it was looked at")
     leaves = manifest.leaves if manifest is not None else tuple(Leaf(rank) for rank in range(len(found)))
     if len(leaves) != len(found):
         raise ValueError(f"{len(leaves)} leaves are stored, this cache has {len(found)}")
@@ -142,7 +164,7 @@ def built(
         assert manifest is not None
         state = slots.parse(parts.states[number], leaf=number, tokens=manifest.tokens if where.cut else count)
         cut = count if where.cut and count < manifest.tokens and state.numbers.get("offset") else None
-        arrays += slots.give(leaf, state, cut, ROOM)
+        arrays += slots.give(leaf, state, cut, ROOM, layout.shapes[number] if layout.shapes else None)
     mx.eval(arrays)
     parts.rows.clear()
     rows.clear()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pion.client import slots
+from pion.client.identity import model_identity
 from pion.client.mlx_arrays import PionMlxCompatError, mlx_modules, pack_rows, words
 
 __all__ = [
@@ -63,6 +64,8 @@ class Layout:
         is_hybrid: whether something else than rows is kept.
         rows: the slots that are rows, in order; a slot's place in it is its layer number in the store.
         trees: the structure of the cache, see `slots.structure`.
+        shapes: of each leaf, the dtypes and shapes of its arrays behind one token, see `slots.shapes`.
+        identity: of the model when this was measured, see `identity.model_identity`.
     """
 
     n_layers: int
@@ -74,6 +77,8 @@ class Layout:
     is_hybrid: bool = False
     rows: tuple[int, ...] = ()
     trees: list[dict[str, Any]] = field(default_factory=list)
+    shapes: tuple[slots.Shapes, ...] = field(default=(), compare=False, repr=False)
+    identity: bytes = field(default=b"", compare=False, repr=False)
 
     @property
     def kv_dim(self) -> int:
@@ -135,6 +140,7 @@ def inspect_model(model: Any, options: CacheOptions | None = None) -> Layout:
     mx, module = mlx_modules()
     options = options or CacheOptions()
     cache = new_cache(model, options)
+    identity = model_identity(model) if isinstance(model, dict) else b""
     if options.kv_bits is not None:
         windows = sum(type(slot) is module.RotatingKVCache for slot in cache)
         if windows:
@@ -162,6 +168,8 @@ def inspect_model(model: Any, options: CacheOptions | None = None) -> Layout:
         is_hybrid=len(rows) < len(cache),
         rows=rows,
         trees=slots.structure(cache),
+        shapes=tuple(slots.shapes(leaf) for leaf in slots.leaves(cache)),
+        identity=identity,
     )
 
 

@@ -87,7 +87,7 @@ def explain(
     why, table, info, names = yield Flight(first)
     if not isinstance(why, bytes | str):
         raise CommandError(str(why))
-    reason = why.decode() if isinstance(why, bytes) else why
+    reason = why.decode("utf-8", "replace") if isinstance(why, bytes) else why
     out = receipt(len(ids), reason)
     if isinstance(info, bytes):
         lines = lines_of(info)

@@ -21,6 +21,7 @@ import json
 from typing import Any
 
 from pion._core import sampling
+from pion.client.mlx_arrays import mlx_used
 from pion.client.namespace import token_array
 
 __all__ = ["cache_identity", "model_identity", "prefix_digest"]
@@ -52,9 +53,13 @@ def model_identity(model: Any) -> bytes:
 
     Args:
         model: an mlx-lm model (an ``nn.Module`` with parameters and, usually, ``args``).
+
+    Raises:
+        PionMlxCompatError: this is a forked child of a process that had used mlx.
     """
     import mlx.core as mx
 
+    mlx_used()
     named = sampling.parameters(model, mx.array)
     known: dict[tuple[tuple[int, ...], Any], str] = {}
     parts = [_canonical(_arguments(model))]

@@ -22,11 +22,11 @@ from pion._core import headrows
 from pion.client.address import Address
 from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, raise_first
-from pion.client.errors import IncompleteError, LaneError
+from pion.client.errors import IncompleteError, LaneError, PrefixMissError
 from pion.client.exported import exported
 from pion.client.formats import Sides, belongs
 from pion.client.local import DEFAULT_BYTES, LocalCopies
-from pion.client.mapped import MappedKV, is_local, mapped
+from pion.client.mapped import MappedKV, NoDescriptorError, is_local, mapped
 from pion.client.receive import Receiver
 from pion.client.restore import Restorer
 
@@ -148,10 +148,13 @@ class Lanes:
     ) -> Steps[Pairs | None]:  # fmt: skip
         try:
             found = yield from mapped(ns, self.address, digest, count, offer)
+        except PrefixMissError as error:
+            raise IncompleteError(f"dropped behind the lookup: {error}") from error
         except LaneError as error:
             if self.forced:
                 raise LaneError(f"{VARIABLE}=map: {error}") from error
-            log.debug("%s hands out no files (%s); rows come over the connection", self.address, error)
+            level = logging.WARNING if isinstance(error, NoDescriptorError) else logging.DEBUG
+            log.log(level, "%s: no file is mapped (%s); rows come over the connection", self.address, error)
             self._refused_until = time.monotonic() + _AGAIN
             return None
         _check_formats(found, formats, layout)

@@ -20,7 +20,7 @@ from pion.client.restore import Restorer
 from pion.client.texts import Texts
 from pion.errors import MismatchError
 
-__all__ = ["Arrivals", "LayerMethods", "arriving", "lazy_cache"]
+__all__ = ["Arrivals", "LayerMethods", "arrived", "arriving", "lazy_cache"]
 
 Ready = Callable[[int, Restorer], None]
 
@@ -123,12 +123,30 @@ def lazy_cache(arrivals: Arrivals, layers: int, count: int) -> list[Any]:
 
         return property(get, put)
 
-    pending: Any = type("KVCache", (plain,), {"keys": attribute("keys"), "values": attribute("values")})
+    def reduced(self: Any, protocol: Any) -> Any:
+        arrive(self)  # a copy holds rows, and does not wait for those that this one takes
+        return self.__reduce_ex__(protocol)
+
+    members = {"keys": attribute("keys"), "values": attribute("values"), "__reduce_ex__": reduced}
+    pending: Any = type("KVCache", (plain,), members)
     cache = []
     for layer in range(layers):
         item = pending.__new__(pending)
         item.__dict__.update(_layer=layer, offset=count)
         cache.append(item)
+    return cache
+
+
+def arrived(cache: Any) -> Any:
+    """A prompt cache; layers of a lazy one are waited for.
+
+    Raises:
+        IncompleteError, OSError: they did not arrive.
+    """
+    if isinstance(cache, list | tuple):
+        for layer in cache:
+            if "_layer" in getattr(layer, "__dict__", {}):
+                _ = layer.keys
     return cache
 
 

@@ -9,7 +9,9 @@ from typing import Final, TypeVar
 
 from pion.client.address import Address
 from pion.client.connection import Steps
+from pion.client.errors import ConnectionLostError
 from pion.client.pool import Pool
+from pion.wire.resp import RemoteProtocolError
 
 __all__ = ["Link"]
 
@@ -39,8 +41,16 @@ class Link:
         self._lock = threading.Lock()
 
     def run(self, steps: Steps[T]) -> T:
-        """Run a procedure on one connection."""
-        return self.pool.run(steps, self.address.timeout)
+        """Run a procedure on one connection.
+
+        Raises:
+            ConnectionLostError: the server is away, or what answers there is none.
+        """
+        try:
+            return self.pool.run(steps, self.address.timeout)
+        except RemoteProtocolError as error:
+            what = f"{self.address} does not speak RESP; is this the port of a Pion server? ({error})"
+            raise ConnectionLostError(what) from error
 
     def paused(self) -> bool:
         """Whether the server was away a moment ago, so that asking it is not worth its time; counts as an outage."""

@@ -120,13 +120,13 @@ class Manifest:
         """
         try:
             about = json.loads(bytes(data))
-            if about["version"] != _VERSION:
-                raise ValueError(f"a manifest of version {about['version']}, not {_VERSION}")
+            if type(about["version"]) is not int or about["version"] != _VERSION:
+                raise ValueError(f"a manifest of version {str(about['version'])[:20]}, not {_VERSION}")
             leaves = tuple(_leaf(leaf) for leaf in about["leaves"])
             boundaries = tuple(about["boundaries"])
             found = cls(about["tokens"], about["identity"], about["slots"], boundaries, leaves)
             found._check()
-        except (UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError, MemoryError) as error:
             raise ValueError(f"a manifest that is not understood: {error!r}") from error
         return found
 
@@ -152,7 +152,9 @@ class Manifest:
 
 def _leaf(about: dict[str, Any]) -> Leaf:
     if "rows" in about:
-        return Leaf(int(about["rows"]))
+        if type(about["rows"]) is not int:
+            raise ValueError("a manifest with a layer of rows that is no number")
+        return Leaf(about["rows"])
     return Leaf(None, tuple(about["states"]), about["cut"] is True)
 
 

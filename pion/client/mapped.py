@@ -6,6 +6,7 @@ descriptor that can only read. What is mapped stays as it is while it is mapped,
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import mmap
 import os
@@ -18,18 +19,22 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from pion.client.address import Address
-from pion.client.connection import Flight, Steps, raise_first
+from pion.client.connection import Flight, Steps
 from pion.client.decode import CODES, NUMPY, Decoder
-from pion.client.errors import IncompleteError, LaneError
+from pion.client.errors import IncompleteError, LaneError, PrefixMissError, reply_error
 from pion.wire import raw
 from pion.wire.resp import ReplyError
 
-__all__ = ["MappedKV", "MappedLayer", "is_local", "lane_command", "map_prefix", "mapped"]
+__all__ = ["MappedKV", "MappedLayer", "NoDescriptorError", "is_local", "lane_command", "map_prefix", "mapped"]
 
 _U64: Final = struct.Struct("<QQ")
 _PATIENCE: Final = 5.0  # seconds for the lane's socket
 _PLAIN: Final = {CODES[name]: NUMPY[name] for name in CODES}
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class NoDescriptorError(LaneError):
+    """This process, and not the server, cannot take the file."""
 
 
 def is_local(address: Address) -> bool:
@@ -159,7 +164,8 @@ def map_prefix(ns: str | bytes, address: Address, *, heads: int | None = None, o
 
     Raises:
         LaneError: the server is on another machine, or does not hand out files (to us).
-        CommandError: there is no such prefix, or it is not complete.
+        PrefixMissError: there is no such prefix, or it is not complete.
+        CommandError: the server refused.
         IncompleteError: it went away meanwhile.
     """
     if not is_local(address):
@@ -169,13 +175,22 @@ def map_prefix(ns: str | bytes, address: Address, *, heads: int | None = None, o
         (reply,) = yield Flight([lane_command(ns)])
     if isinstance(reply, ReplyError) and _is_refusal(str(reply)):
         raise LaneError(str(reply))
-    raise_first([reply])
+    if isinstance(reply, ReplyError) and ("not found" in str(reply) or "that are complete" in str(reply)):
+        (why,) = yield Flight([["KV.PREFIX.WHY", ns]])
+        text = why.decode("utf-8", "replace") if isinstance(why, bytes) else str(reply)
+        raise PrefixMissError(f"prefix {_text(ns)!r}: {str(reply) if text.startswith('hit') else text}")
+    if isinstance(reply, ReplyError):
+        raise reply_error(f"{reply} (prefix {_text(ns)!r})")
     told = _parse(reply)
     fd = _redeem(told)
     try:
         return _map(fd, told, heads)
     finally:
         os.close(fd)
+
+
+def _text(ns: str | bytes) -> str:
+    return ns if isinstance(ns, str) else ns.decode("utf-8", "backslashreplace")
 
 
 def _is_refusal(text: str) -> bool:
@@ -223,9 +238,15 @@ def _redeem(told: _Told) -> int:
             sock.settimeout(_PATIENCE)
             sock.connect(told.socket)
             sock.sendall(told.ticket + b"\n")
-            answer, fds, _, _ = socket.recv_fds(sock, 200, 1, _CLOEXEC)
+            answer, fds, flags, _ = socket.recv_fds(sock, 200, 1, _CLOEXEC)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise NoDescriptorError(
+                "this process has no free file descriptor for the lane's socket (ulimit -n)"
+            ) from None
         raise LaneError(f"the server's socket {told.socket} cannot be used: {error.strerror or error}") from error
+    if not fds and flags & socket.MSG_CTRUNC:
+        raise NoDescriptorError("this process has no free file descriptor for the server's file (ulimit -n)")
     if not fds:
         raise IncompleteError(f"the server did not hand out its file: {answer[1:].decode('utf-8', 'replace').strip()}")
     if not _CLOEXEC:
@@ -239,7 +260,11 @@ def _map(fd: int, told: _Told, heads: int | None) -> MappedKV:
     size = max(ends, default=0)
     if os.fstat(fd).st_size < size:  # reading beyond its end would be the end of this process
         raise IncompleteError("the server's file is shorter than it said")
-    whole = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) if size else b"")
+    try:
+        whole = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) if size else b"")
+    except OSError as error:  # Python keeps a descriptor of its own for a mapping
+        what = " (no free file descriptor: ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        raise NoDescriptorError(f"the server's file cannot be mapped: {error.strerror}{what}") from error
     sides = tuple(
         [MappedLayer(stored, [whole[offset : offset + nbytes] for offset, nbytes in pieces]) for stored, pieces in side]
         for side in told.sides

@@ -39,6 +39,7 @@ DTYPES: Final[dict[str, tuple[str, str]]] = {
 _NAMES: Final = {told: name for name, (told, _) in DTYPES.items()}
 _HEADER_MAX: Final = 1 << 20
 _DIMENSIONS_MAX: Final = 16
+_LENGTH_MAX: Final = (1 << 31) - 1  # of a dimension, also where another one is 0: mlx counts in i32
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def unpack(data: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         header = json.loads(bytes(view[8 : 8 + length]))
         metadata = header.pop("__metadata__", {})
         found = {name: _tensor(view[8 + length :], about) for name, about in header.items()}
-    except (UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError, MemoryError) as error:
         raise ValueError(f"a payload whose header is not understood: {error!r}") from error
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("a payload whose metadata is no map of texts")
@@ -109,6 +110,8 @@ def _tensor(data: memoryview, about: dict[str, Any]) -> Tensor:
     numbers = [*shape, start, end]
     if len(shape) > _DIMENSIONS_MAX or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a payload with a shape or a place that is no number")
+    if max(shape, default=0) > _LENGTH_MAX or math.prod(length for length in shape if length) > _LENGTH_MAX:
+        raise ValueError("a payload with an array larger than there are")
     if not start <= end <= len(data) or end - start != math.prod(shape) * kind.itemsize:
         raise ValueError(f"a payload in which {shape} values of {name} do not have their place")
     return Tensor(name, np.frombuffer(data[start:end], kind).reshape(shape))

@@ -15,17 +15,19 @@ from __future__ import annotations
 import logging
 import os
 import ssl as tls
+import sys
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, Final, Literal
 
 from pion.client import assembly, caches, calls, flights, progress
 from pion.client.address import Address
+from pion.client.arguments import check_arguments, checked_checkpoints, checked_wait, text_namespace
 from pion.client.caches import CacheOptions, Layout, Prefilled
 from pion.client.explain import Explanation, explain
 from pion.client.formats import Formats
 from pion.client.lanes import Lanes
-from pion.client.layerwise import LayerMethods
+from pion.client.layerwise import LayerMethods, arrived
 from pion.client.link import Link
 from pion.client.local import DEFAULT_BYTES
 from pion.client.namespace import make_namespace, token_array
@@ -78,7 +80,7 @@ class PionPromptCache(LayerMethods):
             last of these before the difference.
         progress: called with (tokens done, tokens in all) after each pass of a prefill. None: a bar of tqdm for long
             ones, where tqdm is installed and stderr is a terminal.
-        wait: seconds to wait at most for another thread or process that is computing the same prefix.
+        wait: seconds to wait at most for another thread or process that is computing the same prefix; None: no limit.
         local_bytes: memory for copies of prefixes that this process uses again and again; 0 or
             ``PION_PROMPT_CACHE_NO_INPROC=1`` in the environment keeps none.
         scope: prefixes are reused under other names of the same scope only. The model, its options and formats belong
@@ -91,7 +93,9 @@ class PionPromptCache(LayerMethods):
         ValueError: an argument is not offered; the text says which.
 
     A namespace names one token sequence for one model and format: build it with `make_namespace`. The object may be
-    shared between threads and kept over a fork.
+    shared between threads. It may be kept over a fork: `lookup` without tokens, `drop`, `commit`, `save` and raw
+    commands then work in the child. Whatever needs mlx is refused there with PionMlxCompatError if the parent had used
+    it, since mlx itself hangs in such a child: start workers with ``multiprocessing.get_context("spawn")``.
     """
 
     make_namespace = staticmethod(make_namespace)
@@ -122,19 +126,21 @@ class PionPromptCache(LayerMethods):
         max_kv_size: int | None = None,
         checkpoints: Checkpoints = None,
         progress: progress.Progress | None = None,
-        wait: float = 120.0,
+        wait: float | None = 120.0,
         local_bytes: int = DEFAULT_BYTES,
         scope: str = "",
     ) -> None:
         if stage2:
             raise ValueError(f"stage2=True {_LATER}")
+        check_arguments(
+            host, port, vquant, prefill_chunk_size,
+            admission_threshold=admission_threshold, boundary_protect=boundary_protect, local_bytes=local_bytes,
+        )  # fmt: skip
+        if not isinstance(scope, str):
+            raise TypeError(f"scope must be a str, not {type(scope).__name__}")
         formats = Formats.of(vquant, k_format, v_format, boundary_protect)
         if on_mismatch not in ("recompute", "replace", "raise"):
             raise ValueError(f"on_mismatch must be 'recompute', 'replace' or 'raise', not {on_mismatch!r}")
-        if prefill_chunk_size is not None and prefill_chunk_size < 0:
-            raise ValueError("prefill_chunk_size must be a positive number of tokens, or None for one pass")
-        if isinstance(checkpoints, int) and checkpoints < 1:
-            raise ValueError("checkpoints must be a positive number of tokens, or numbers of tokens")
         where: dict[str, Any] = {} if url else {"path": host} if host.startswith("/") else {"host": host, "port": port}
         if timeout is not None:
             where["timeout"] = timeout
@@ -156,14 +162,14 @@ class PionPromptCache(LayerMethods):
             options,
             as_states=softmax_bitexact,
             chunk=chunk,
-            wait=wait,
+            wait=checked_wait(wait),
         )
         self.model = model
         self.vquant = vquant
         self.admission_threshold = max(1, admission_threshold)
         self.on_mismatch = on_mismatch
         self.background_store = background_store
-        self.checkpoints = checkpoints
+        self.checkpoints = checked_checkpoints(checkpoints)
         self.progress = progress
         self._apart = scope
         self.layout = None if model is None else caches.inspect_model(model, options)
@@ -219,32 +225,29 @@ class PionPromptCache(LayerMethods):
             return self._compute(want, layout, None, boundaries, look.reason, own).cache
 
         key = (str(self.address), namespace, want.digest)
-        turn, ours = flights.begin(key)
-        if not ours:
-            self._count(waits=1)
-            if turn.over.wait(self._wait_at_most) and turn.stored:
-                look = self._look(want, layout)
-                if look.cache is not None:
-                    return look.cache
-            return self._compute(want, layout, None, boundaries, look.reason, own).cache
-        handed_on = False
+        holder = flights.Holder(sys._getframe())
+        claim = self._new_claim(namespace, holder)
+        turn, ours = flights.begin(key, holder)
         try:
-            claim, near = self._claim(want, layout, missing=missing)
-            if isinstance(claim, list):
+            if not ours:
+                self._count(waits=1)
+                if turn.wait(self._wait_at_most):
+                    look = self._look(want, layout)
+                    if look.cache is not None:
+                        return look.cache
+                return self._compute(want, layout, None, boundaries, look.reason, own).cache
+            cache, near = self._claim(want, layout, claim, missing=missing and not look.reason)
+            if cache is not None:
                 flights.end(key, turn, stored=True)
-                return claim
-            try:
-                done = self._compute(want, layout, near, boundaries, look.reason, own)
-            except BaseException:
-                if claim is not None:
-                    self._release(claim)
-                raise
-            handed_on = True
+                return cache
+            done = self._compute(want, layout, near, boundaries, look.reason, own)
             self._kept(want, layout, done, claim, lambda stored: flights.end(key, turn, stored))
             return done.cache
         finally:
-            if not handed_on:
+            if ours and holder.thread is None:  # else the thread that stores it gives both back
                 flights.end(key, turn, stored=False)
+                self._release(claim)
+            holder.leave()
 
     def _kept(self, want: Wanted, layout: Layout, done: Prefilled, claim: Any, over: Any) -> None:
         try:
@@ -265,13 +268,13 @@ class PionPromptCache(LayerMethods):
             Whether it is stored; the log says why not.
 
         Raises:
-            ValueError: the cache holds another number of tokens.
+            ValueError: the cache holds another number of tokens, or none.
             PionMlxCompatError: it is another kind of cache, named; nothing was sent.
             MismatchError: the namespace holds something else and ``on_mismatch="raise"``.
         """
         layout = self._layout()
         want = self._wanted(prefix_token_ids, namespace, layout)
-        assembly.checked(cache, layout, len(want.ids))
+        assembly.checked(arrived(cache), layout, len(want.ids))
         found = self._ask(namespace, want.digest)
         if found.outcome == "mismatch":
             self._mismatch(namespace, found.reason, done="given")
@@ -299,6 +302,7 @@ class PionPromptCache(LayerMethods):
             AuthenticationError, CommandError, ssl.SSLError: the server refused the question.
         """
         digest = None
+        text_namespace(namespace)
         if prefix_token_ids is not None:
             digest = self._want(token_array(prefix_token_ids), namespace, self._layout()).digest
         return self._ask(namespace, digest).outcome == "hit"
@@ -312,7 +316,7 @@ class PionPromptCache(LayerMethods):
             OSError, CommandError: the server cannot be asked.
         """
         layout = self._layout()
-        want = self._want(token_array(prefix_token_ids), namespace, layout)
+        want = self._want(token_array(prefix_token_ids), text_namespace(namespace), layout)
         own = self.on_mismatch != "raise"
         identity = want.identity.hex()
         return self._run(explain(namespace, want.digest, want.ids, identity, layout, want.near, own=own))
@@ -382,7 +386,12 @@ class PionPromptCache(LayerMethods):
             raise MismatchError(
                 f"{reason} (namespace {namespace!r}; on_mismatch='recompute' leaves it alone, 'replace' overwrites it)"
             )
-        what = f"it is {done} and replaces that" if self.on_mismatch == "replace" else f"it is {done}, not stored"
+        if self.on_mismatch == "replace":
+            what = f"it is {done} and replaces that"
+        elif computed or done != "computed":
+            what = "it is not stored"
+        else:
+            what = "it is not stored; what it does not share with that or with other stored prefixes is computed"
         log.warning("prefix %s: %s; %s", namespace, reason, what)
 
     def _admitted(self, namespace: str) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "leaves",
     "length",
     "parse",
+    "shapes",
     "structure",
     "take",
     "tree_kind",
@@ -75,6 +76,9 @@ _BATCHED: Final = ("BatchKVCache", "BatchRotatingKVCache")
 
 Tree = dict[str, Any]
 """The structure of a slot: ``{"class": name, settings...}``, and ``"children"`` for a list of slots."""
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+"""The arrays of a leaf that are there: name → (dtype, shape)."""
 
 
 def _named(slot: Any) -> str:
@@ -236,6 +240,30 @@ def _words(array: Any) -> np.ndarray[Any, Any]:
     return found.view(np.float16) if str(array.dtype).endswith(".float16") else found
 
 
+def _arrays(leaf: Any, name: str) -> dict[str, Any]:
+    """The arrays of a leaf by name, those that are None too."""
+    if name == _ARRAYS:
+        named = {str(number): array for number, array in enumerate(leaf.cache)}
+        return named | {attribute: getattr(leaf, attribute, None) for attribute in _PADDING}
+    kind = _KINDS[name]
+    named = {}
+    for side in kind.arrays:
+        held = getattr(leaf, side)
+        parts = {f"{side}.{i}": part for i, part in enumerate(held)} if kind.triples and held is not None else {}
+        named |= parts or {side: held}
+    return named
+
+
+def shapes(leaf: Any) -> Shapes:
+    """The dtypes and shapes of the arrays of a leaf; they need not be computed yet."""
+    arrays = _arrays(leaf, _named(leaf))
+    return {
+        name: (str(array.dtype).rpartition(".")[2], tuple(array.shape))
+        for name, array in arrays.items()
+        if array is not None
+    }
+
+
 def take(leaf: Any, count: int | None = None) -> State:
     """What a leaf holds.
 
@@ -247,18 +275,10 @@ def take(leaf: Any, count: int | None = None) -> State:
         Views into the leaf's memory: pack them before it is used again.
     """
     name = _named(leaf)
-    if name == _ARRAYS:
-        named = {str(number): array for number, array in enumerate(leaf.cache)}
-        named |= {attribute: getattr(leaf, attribute, None) for attribute in _PADDING}
-        numbers = {}
-    else:
+    named, numbers = _arrays(leaf, name), {}
+    if name != _ARRAYS:
         kind = _KINDS[name]
         numbers = {attribute: int(getattr(leaf, attribute)) for attribute in (*kind.progress, *kind.settings)}
-        named = {}
-        for side in kind.arrays:
-            held = getattr(leaf, side)
-            parts = {f"{side}.{i}": part for i, part in enumerate(held)} if kind.triples and held is not None else {}
-            named |= parts or {side: held}
         if kind.grows or name == "ConcatenateKVCache":  # the rest is room, or what was trimmed away
             named = {key: array if array is None else array[:, :, : numbers["offset"]] for key, array in named.items()}
     if any(array is not None and array.ndim and array.shape[0] != 1 for key, array in named.items()):
@@ -301,7 +321,7 @@ def _padded(array: np.ndarray[Any, Any], room: int) -> np.ndarray[Any, Any]:
 # --- and put together ------------------------------------------------------------------------------------------------
 
 
-def give(leaf: Any, state: State, count: int | None = None, room: int = 0) -> list[Any]:
+def give(leaf: Any, state: State, count: int | None = None, room: int = 0, like: Shapes | None = None) -> list[Any]:
     """Make a fresh leaf hold a state.
 
     Args:
@@ -309,6 +329,7 @@ def give(leaf: Any, state: State, count: int | None = None, room: int = 0) -> li
         state: its arrays are copied.
         count: only the first tokens, of a state whose leaf was `whole`.
         room: tokens that arrays which grow are made longer by.
+        like: what the model's own leaf has behind one token; a state of other arrays is refused.
 
     Returns:
         The arrays that were made, for evaluation.
@@ -319,6 +340,9 @@ def give(leaf: Any, state: State, count: int | None = None, room: int = 0) -> li
     name = _named(leaf)
     if state.name != name:
         raise ValueError(f"the state of a {state.name} for a {name}")
+    if like is not None:
+        _check_shapes(state, like)
+    _check_tokens(state)
     if count is not None:
         state = _cut(state, count)
     if name == _ARRAYS:
@@ -339,6 +363,43 @@ def give(leaf: Any, state: State, count: int | None = None, room: int = 0) -> li
     for attribute in kind.progress:
         setattr(leaf, attribute, state.numbers[attribute])
     return list(arrays.values())
+
+
+def _check_shapes(state: State, like: Shapes) -> None:
+    """The arrays must be those the model makes, but for their tokens."""
+    if missing := like.keys() - state.tensors.keys():
+        raise ValueError(f"the state of a {state.name} without {' and '.join(sorted(missing))}")
+    for key, tensor in state.tensors.items():
+        found = tensor.dtype, tuple(tensor.words.shape)
+        if key in _PADDING and key not in like:
+            continue
+        dtype, shape = like.get(key, ("nothing", ()))
+        open_at = 2 if state.name != _ARRAYS and len(shape) == 4 else len(shape)  # the axis of tokens
+        alike = len(found[1]) == len(shape) and all(
+            have == want or axis == open_at for axis, (have, want) in enumerate(zip(found[1], shape, strict=True))
+        )
+        if not alike or found[0] != dtype:
+            raise ValueError(f"{key} of a {state.name} is {found[0]} {found[1]}, this model's is {dtype} {shape}")
+
+
+def _check_tokens(state: State) -> None:
+    """What a state says of its tokens must be what its arrays can hold."""
+    numbers, offset = state.numbers, state.numbers.get("offset", 0)
+    lengths = {tensor.words.shape[2] for tensor in state.tensors.values() if tensor.words.ndim == 4}
+    if state.name == _ARRAYS or not state.tensors:
+        right = offset == 0
+    elif len(lengths) != 1:
+        right = False
+    elif state.name == "RotatingKVCache":
+        held, size, at = lengths.pop(), numbers.get("max_size", 0), numbers.get("_idx", -1)
+        right = 0 < at <= held and min(offset, size) <= held and (offset > size or at == offset)
+    elif state.name == "ChunkedKVCache":
+        first = numbers.get("start_position", -1)
+        right = 0 <= first <= offset and 0 < offset - first <= lengths.pop()
+    else:
+        right = lengths == {offset} and offset > 0
+    if not right:
+        raise ValueError(f"the state of a {state.name} whose numbers {numbers} are not those of its arrays")
 
 
 def _give_arrays(leaf: Any, state: State) -> list[Any]:

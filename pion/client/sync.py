@@ -261,7 +261,8 @@ class Client:
 
         Raises:
             LaneError: the server is not on this machine, or hands out no files (to us).
-            CommandError: the prefix is not there, or not complete.
+            PrefixMissError: the prefix is not there, or not complete.
+            CommandError: the server refused.
             IncompleteError: it went away meanwhile.
         """
         return self._run(map_prefix(ns, self.address, heads=heads))

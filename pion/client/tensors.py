@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion._core.buffers import BufferPool
-from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
+from pion.client.connection import Command, Flight, Steps, expect_ok
 from pion.client.decode import CODES, NUMPY, Decoder
 from pion.client.errors import IncompleteError, PrefixMissError, reply_error
 from pion.client.formats import Sides, check_name, described, registration, stored_format
@@ -244,7 +244,7 @@ def fetch(
                 f"MISMATCH prefix {_text(ns)!r} is {tuple(shape)} {dtype_for(formats)}, "
                 f"out is {tuple(target.shape)} {name}"
             )
-    raise_first(replies[:2])
+    _raise_named(ns, replies[:2])
     # The entry may be replaced between the flights, or between the commands of one: ask again behind the rows.
     if replies[2:] != before:
         raise IncompleteError(f"prefix {_text(ns)!r} changed while it was fetched")
@@ -351,8 +351,16 @@ class _Target:
                     layer[...] = rows.transpose(1, 0, 2)
 
 
+def _raise_named(ns: str | bytes, replies: Sequence[Any]) -> None:
+    """Raise the first error reply, saying of which prefix."""
+    for reply in replies:
+        if isinstance(reply, ReplyError):
+            named = _text(ns) in str(reply)
+            raise reply_error(str(reply) if named else f"{reply} (prefix {_text(ns)!r})")
+
+
 def _check_hit(ns: str | bytes, reply: Any) -> Steps[None]:
-    raise_first([reply])
+    _raise_named(ns, [reply])
     if reply != "HIT":
         (why,) = yield Flight([["KV.PREFIX.WHY", ns]])
         text = why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
@@ -365,7 +373,7 @@ def _shape(ns: str | bytes, infos: Sequence[Any], heads: int | None) -> tuple[Sh
     Raises:
         IncompleteError: the sides differ, or a layer is shorter than the others.
     """
-    raise_first(infos)
+    _raise_named(ns, infos)
     sides, formats = [], []
     for info in infos:
         lines = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)

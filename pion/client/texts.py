@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pion.client import slots
+from pion.client.arguments import text_namespace
 from pion.client.caches import Layout
 from pion.client.identity import prefix_digest
 from pion.client.mlx_arrays import mlx_modules
@@ -40,6 +41,10 @@ class Texts(Work):
             suffix: the rest, not empty.
             namespace: the key of the prefix.
         """
+        _tokenizer(tokenizer, "encode")
+        for what, text in (("prefix", prefix), ("suffix", suffix)):
+            if not isinstance(text, str):
+                raise TypeError(f"{what} must be a str, not {type(text).__name__}")
         stored, kept, rest = split_at_seam(tokenizer.encode, prefix, suffix)
         layout = self._layout()
         before = max(0, len(stored) - BACK_OFF)  # so that a state that cannot be cut is there to go on from
@@ -67,6 +72,7 @@ class Texts(Work):
             namespace: of the chat, or of many with the same model.
             template: further arguments of ``apply_chat_template``.
         """
+        _tokenizer(tokenizer, "apply_chat_template")
         stable, rest, ends = split_chat(tokenizer, messages, **template)
         name = make_namespace(namespace, prefix_digest(b"", stable))
         return self.get_or_prefill(stable, name, checkpoints=ends), rest
@@ -74,7 +80,7 @@ class Texts(Work):
     def _layout(self) -> Layout:
         if self.layout is None:
             raise RuntimeError(_NEEDS_MODEL)
-        return self.layout
+        return self._measured()
 
     def _wanted(self, prefix_token_ids: Any, namespace: str, layout: Layout) -> Wanted:
         ids = token_array(prefix_token_ids)
@@ -83,8 +89,11 @@ class Texts(Work):
         vocabulary = getattr(getattr(self.model, "args", None), "vocab_size", None)
         if isinstance(vocabulary, int) and ids.max() >= vocabulary:  # mlx would read beyond the embeddings
             raise ValueError(f"token id {ids.max()} is not in the model's vocabulary of {vocabulary}")
-        if not isinstance(namespace, str):
-            raise TypeError(f"a namespace is a str, not {type(namespace).__name__}; make_namespace() makes one")
-        if not 1 <= len(utf8(namespace, "the namespace")) <= MAX_NAMESPACE:
+        if not 1 <= len(utf8(text_namespace(namespace), "the namespace")) <= MAX_NAMESPACE:
             raise ValueError(f"a namespace has 1 to {MAX_NAMESPACE} bytes; make_namespace() makes one of 32")
         return self._want(ids, namespace, layout)
+
+
+def _tokenizer(given: Any, method: str) -> None:
+    if isinstance(given, str | bytes) or not callable(getattr(given, method, None)):
+        raise TypeError(f"a tokenizer with {method}(...) is needed first, not {type(given).__name__}")

@@ -6,6 +6,7 @@ fetch takes the states in one flight, and then the rows by the fastest way there
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +28,7 @@ __all__ = [
     "Found",
     "Parts",
     "Rows",
+    "abandon",
     "fetch",
     "formats_of",
     "lines_of",
@@ -119,6 +121,8 @@ def lookup(namespace: str, digest: str | None, *, describe: bool = False, offer:
         return Found("mismatch", str(error))
     if found != "HIT":
         return Found("miss")
+    if describe and any(_absent(info) for info in more[:2]):
+        return Found("miss", "it was dropped behind the lookup")
     return Found("hit", "", _entry(namespace, more) if describe else None)
 
 
@@ -132,7 +136,12 @@ def names_of(reply: Any) -> list[str]:
     """The namespaces in a reply of KV.PREFIX.MATCH."""
     if not isinstance(reply, list):  # a server that does not know the command
         return []
-    return [row[0].decode() for row in reply if isinstance(row, list) and row and isinstance(row[0], bytes)]
+    names = [row[0] for row in reply if isinstance(row, list) and row and isinstance(row[0], bytes)]
+    found = []
+    for name in names:
+        with contextlib.suppress(UnicodeDecodeError):  # another client's: nothing here is stored under such a name
+            found.append(name.decode())
+    return found
 
 
 def _entry(namespace: str, replies: Sequence[Any]) -> Entry:
@@ -178,7 +187,8 @@ def register(
 
     Raises:
         MismatchError: the namespace holds something else, and not `replace`. An incomplete store of the same prefix,
-            with other boundaries, is replaced.
+            with other boundaries, is replaced, and so are states that nobody registered: they are left over from a
+            store that a DROP overtook.
     """
     layers = layout.cache_len
     command = registration(namespace, layout.kv_dim, sides) if layers else ["KV.PREFIX.REGISTER", namespace, 1, "fp16"]
@@ -192,9 +202,10 @@ def register(
         command += ["ROPE", "NONE" if layout.rope is None else f"{layout.rope:g}"]
     flight: list[list[Any]] = [[*command, "REPLACE"] if replace else command, _infos(namespace)[0]]
     reply, info = yield Flight(flight)
-    if not replace and isinstance(reply, ReplyError) and reply.code == "MISMATCH" and isinstance(info, bytes):
-        lines = lines_of(info)
-        if lines.get("digest") == digest and lines.get("states") != str(states):
+    if not replace and isinstance(reply, ReplyError) and reply.code == "MISMATCH":
+        lines = lines_of(info) if isinstance(info, bytes) else {}
+        unfinished = lines.get("digest") == digest and lines.get("states") != str(states)
+        if unfinished or _absent(info):
             (reply,) = yield Flight([[*command, "REPLACE"]])
     expect_ok(reply, str(command[0]))
 
@@ -225,8 +236,11 @@ def send(
     replies = yield Flight(commands())
     *stored, keys, values = replies[: len(replies) - len(tail)]
     if not all(isinstance(info, bytes) and lines_of(info).get("digest") == digest for info in (keys, values)):
-        raise_first([*stored, keys, values])
-        yield Flight([["KV.PREFIX.DROP", namespace]])
+        if "OK" in stored:  # parts of it are in what somebody else made, or in what no REGISTER did
+            yield Flight([["KV.PREFIX.DROP", namespace]])
+        raise_first(stored)
+        if any(isinstance(info, ReplyError) for info in (keys, values)):
+            raise IncompleteError("the namespace was dropped meanwhile")
         raise IncompleteError("the namespace was given to something else meanwhile; it was dropped")
     try:
         for reply in stored:
@@ -237,6 +251,21 @@ def send(
         if lost or not all(_whole(lines_of(info), len(layers), count) for info in (keys, values)):
             yield Flight([["KV.PREFIX.DROP", namespace]])
         raise
+
+
+def abandon(namespace: str, digest: str) -> Steps[None]:
+    """Drop what a store left behind that broke off: the entry of this digest if it is not complete, or states that no
+    REGISTER declared. An entry of something else is another's."""
+    info, about = yield Flight([_infos(namespace)[0], ["KV.PREFIX.INFO", namespace]])
+    complete = isinstance(about, bytes) and b"complete:1" in about.split(b"\r\n")
+    ours = isinstance(info, bytes) and lines_of(info).get("digest") == digest
+    if (ours and not complete) or _absent(info):
+        yield Flight([["KV.PREFIX.DROP", namespace]])
+
+
+def _absent(info: Any) -> bool:
+    """Whether a reply of V.INFO says that nothing was registered under this name."""
+    return isinstance(info, ReplyError) and "not found" in str(info)
 
 
 def _whole(lines: dict[str, str], layers: int, count: int) -> bool:
@@ -330,7 +359,7 @@ def _still(entry: Entry, replies: list[Any]) -> None:
 
 def lines_of(info: bytes) -> dict[str, str]:
     """A reply of V.INFO by name."""
-    return dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
+    return dict(line.split(":", 1) for line in info.decode("utf-8", "replace").split("\r\n") if ":" in line)
 
 
 def _infos(namespace: str) -> list[list[Any]]:

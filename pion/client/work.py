@@ -19,16 +19,17 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 
 from pion.client import assembly, caches, calls, flights, progress, reuse, transfer
-from pion.client.caches import CacheOptions, Layout, PionMlxCompatError, Prefilled
+from pion.client.arguments import checked_checkpoints
+from pion.client.caches import CacheOptions, Layout, Prefilled
 from pion.client.connection import Flight, Steps
-from pion.client.errors import IncompleteError
+from pion.client.errors import IncompleteError, PrefixMissError
 from pion.client.explain import Explanation, block_table, note, receipt
 from pion.client.formats import Formats
 from pion.client.identity import cache_identity, model_identity, prefix_digest
 from pion.client.lanes import Lanes
 from pion.client.link import Link
 from pion.client.slots import tree_kind
-from pion.errors import AuthenticationError, CommandError, MismatchError
+from pion.errors import AuthenticationError, CommandError, MismatchError, PionError
 from pion.limits import MAX_PREFILL_MS
 
 __all__ = ["Checkpoints", "Look", "Wanted", "Work"]
@@ -41,6 +42,11 @@ T = TypeVar("T")
 
 _MOST_BOUNDARIES: Final = 1024
 _LOSSLESS: Final = Formats("native", "native")
+_UNUSABLE: Final = (
+    IncompleteError, PrefixMissError, CommandError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+    MemoryError, RecursionError,
+)  # fmt: skip
+"""What reading an entry can raise that is not what it should be. Somebody else wrote it: it is a miss."""
 _POLL: Final = (0.02, 0.5)  # seconds between two questions whether another process is done: first, at most
 
 
@@ -129,10 +135,21 @@ class Work:
             self.tokens_asked += said["tokens"]
             self.tokens_reused += said["reused"]
 
+    # --- the model ------------------------------------------------------------------------------------------------
+
+    def _measured(self) -> Layout:
+        """What the model's cache is made of now: weights, and their dtype, may be changed in place at any time."""
+        identity, layout = model_identity(self.model), self.layout
+        if layout is None or layout.identity != identity:
+            layout = self.layout = caches.inspect_model(self.model, self._options)
+            if layout.rows:
+                self.formats.check(layout.dtype, len(layout.rows), layout.kv_dim)
+        return layout
+
     # --- what is asked for ----------------------------------------------------------------------------------------
 
     def _want(self, ids: Any, namespace: str, layout: Layout) -> Wanted:
-        identity = cache_identity(model_identity(self.model), tree_kind(layout.trees))
+        identity = cache_identity(layout.identity, tree_kind(layout.trees))
         formats = f"{self.formats.k}/{self.formats.v}/{self.formats.protect}"
         asked = f"{formats}/{'states' if self._as_states else 'rows'}/{self._apart}"
         scope = cache_identity(identity, asked).hex()[:32]
@@ -192,8 +209,8 @@ class Work:
             return Look("mismatch", str(error))
         except (AuthenticationError, tls.SSLError):
             raise
-        except (IncompleteError, CommandError, ValueError) as error:
-            log.warning("prefix %s cannot be used and is computed again: %s", want.namespace, error)
+        except _UNUSABLE as error:
+            log.warning("prefix %s cannot be used and is computed again: %s", want.namespace, error or repr(error))
             return Look("miss", str(error))
         except OSError as error:
             self._link.went_down(error)
@@ -209,7 +226,11 @@ class Work:
         self, entry: transfer.Entry, digest: str, layout: Layout, rows: int, count: int
     ) -> tuple[list[Any], dict[int, Any]]:
         """A cache of the first `count` of `rows` tokens of an entry, and the states it was made of."""
-        layers = len(layout.rows) if entry.manifest is None else entry.manifest.row_layers
+        manifest, layers = entry.manifest, len(layout.rows)
+        if manifest is not None:
+            if manifest.trees != layout.trees or manifest.row_layers not in (0, layers):  # its digest says it is
+                raise ValueError("the entry describes another kind of cache than the one it was registered for")
+            layers = manifest.row_layers
         wanted = self._sides(layout, layers)
         parts = self._run(transfer.fetch(entry, digest, layout.of_rows(layers), wanted, rows, count, self.lanes))
         return assembly.built(self.model, self._options, layout, entry.manifest, parts, count), parts.states
@@ -258,17 +279,27 @@ class Work:
             found = self._run(reuse.find(names, want.identity.hex(), layout, want.ids))
             if not found:
                 return None, 0
-            best = found[0]
-            note(said, best, want.ids, may_reuse=False)
-            manifest = best.entry.manifest
-            if not reuse.worth(best, want.ids) or manifest is None:
+            note(said, found[0], want.ids, may_reuse=False)
+            for best in found:
+                manifest = best.entry.manifest
+                if not reuse.worth(best, want.ids) or manifest is None:
+                    return None, 0
+                digest = prefix_digest(want.identity, best.entry.ids)
+                try:
+                    cache, _ = self._fetch(best.entry, digest, layout, manifest.tokens, best.usable)
+                    break
+                except (AuthenticationError, tls.SSLError):
+                    raise
+                except _UNUSABLE as error:  # the next one may be of use
+                    log.warning("prefix %s: %s, stored beside it, cannot be used: %s", want.namespace,
+                                best.entry.namespace, error or repr(error))  # fmt: skip
+                    said["reason"] = str(error)
+            else:
                 return None, 0
-            digest = prefix_digest(want.identity, best.entry.ids)
-            cache, _ = self._fetch(best.entry, digest, layout, manifest.tokens, best.usable)
         except (AuthenticationError, tls.SSLError):
             raise
-        except (IncompleteError, CommandError, ValueError) as error:
-            log.warning("prefix %s: what is stored beside it cannot be used: %s", want.namespace, error)
+        except _UNUSABLE as error:
+            log.warning("prefix %s: what is stored beside it cannot be used: %s", want.namespace, error or repr(error))
             said["reason"] = str(error)
             return None, 0
         except OSError as error:
@@ -282,14 +313,13 @@ class Work:
 
     def _boundaries(self, checkpoints: Checkpoints, layout: Layout, total: int) -> list[int]:
         """Where states are taken down on the way."""
+        checkpoints = checked_checkpoints(checkpoints)
         if checkpoints is None or layout.cuttable:
             return []
         if isinstance(checkpoints, int):
-            if checkpoints < 1:
-                raise ValueError("checkpoints must be a positive number of tokens, or numbers of tokens")
             found = list(range(checkpoints, total, checkpoints))
         else:
-            found = sorted({int(at) for at in checkpoints if 0 < at < total})
+            found = sorted({at for at in checkpoints if 0 < at < total})
         if len(found) > _MOST_BOUNDARIES:
             raise ValueError(f"checkpoints would be taken {len(found)} times, at most {_MOST_BOUNDARIES} are stored")
         return found
@@ -297,22 +327,22 @@ class Work:
     # --- one at a time --------------------------------------------------------------------------------------------
 
     def _claim(
-        self, want: Wanted, layout: Layout, *, missing: bool
-    ) -> tuple[flights.Claim | list[Any] | None, list[str] | None]:
-        """The lease of a prefix that is about to be computed; the cache, when another process has stored it meanwhile;
-        or None: nobody knows, or it was waited long enough. And the names of prefixes that begin alike, if known."""
-        owner = flights.Claim.new_owner()
+        self, want: Wanted, layout: Layout, claim: flights.Claim, *, missing: bool
+    ) -> tuple[list[Any] | None, list[str] | None]:
+        """Get the lease of a prefix that is about to be computed, if it can be had: it cannot where nobody knows, or
+        after a long enough wait. The cache, when another process has stored it meanwhile; and the names of prefixes
+        that begin alike, if known."""
         deadline = time.monotonic() + self._wait_at_most
         pause, most = _POLL
         waited = False
 
         def ask() -> Steps[list[Any]]:
-            claim = flights.claim_command(want.namespace, owner, flights.LEASE_MS)
             match = [transfer.match_command(want.near)] if want.blocks[1] else []
-            replies = yield Flight([claim, ["KV.PREFIX.INFO", want.namespace], *match])
+            replies = yield Flight([claim.command, ["KV.PREFIX.INFO", want.namespace], *match])
             return replies
 
         while True:
+            claim.pending = True
             try:
                 granted, about, *found = self._run(ask())
             except tls.SSLError:
@@ -323,6 +353,7 @@ class Work:
             names = [name for reply in found for name in transfer.names_of(reply) if name != want.namespace]
             if granted == 1:
                 break
+            claim.pending = False
             if granted != 0:  # refused: a server without leases, or no right to them
                 return None, names
             if not waited:
@@ -334,16 +365,23 @@ class Work:
                 return None, names
             time.sleep(pause)
             pause = min(1.5 * pause, most)
-        claim = flights.Claim(lambda command: self._link.run(calls.call(command, None)), want.namespace, owner)
+        claim.start()
         if missing and isinstance(about, bytes) and b"complete:1" in about.split(b"\r\n"):
             look = self._look(want, layout)
             if look.cache is not None:
-                self._release(claim)
                 return look.cache, names
-        return claim, names
+        return None, names
+
+    def _new_claim(self, namespace: str, holder: flights.Holder) -> flights.Claim:
+        run = self._link.run
+        return flights.Claim(lambda command: run(calls.call(command, None)), namespace, holder)
 
     def _release(self, claim: flights.Claim) -> None:
+        """Give a lease back that may have been granted; once is enough, twice does no harm."""
         claim.stop()
+        if not claim.pending:
+            return
+        claim.pending = False
         try:
             self._link.run(calls.call(claim.release_command, None))
         except (OSError, CommandError) as error:  # it ends by itself
@@ -364,7 +402,7 @@ class Work:
             MismatchError: the namespace holds something else.
         """
         started, count = time.perf_counter(), len(want.ids)
-        sent = False
+        registered = sent = False
         try:
             plan = assembly.planned(done, layout, want.ids, want.identity, self._as_states)
             rows = layout.of_rows(self._row_layers(layout))
@@ -383,52 +421,75 @@ class Work:
                     replace=replace,
                 )
             )
+            registered = True
             if not self.background_store:
                 sent = True
                 self._send(want, layout, plan, plan.rows, started, claim, over)
                 return
             # Packed now: the caller is about to append to these arrays, and a reference to them would cost it a copy.
-            args = (want, layout, plan, list(plan.rows), started, claim, over)
+            packed = list(plan.rows())
+            args = (want, layout, plan, lambda: packed, started, claim, over)
             thread = threading.Thread(target=self._send, args=args, name="pion store")
-            with self._counting:
-                self._storing.append(thread)
+            if claim is not None:
+                claim.holder.thread = thread
             thread.start()
             sent = True
+            with self._counting:
+                self._storing.append(thread)
         except (MismatchError, AuthenticationError, tls.SSLError):
             raise
-        except (CommandError, OSError, PionMlxCompatError) as error:
+        except Exception as error:  # whatever it is: the caller has computed its cache and gets it
             self._not_stored(want.namespace, error)
         finally:
             if not sent:
                 over(False)
-                if claim is not None:
-                    self._release(claim)
+                self._leave_nothing(want, claim, registered=registered)
+
+    def _leave_nothing(self, want: Wanted, claim: flights.Claim | None, *, registered: bool) -> None:
+        """After a store that failed here: no part of it, and no lease."""
+        if registered:
+            try:
+                self._link.run(transfer.abandon(want.namespace, want.digest))
+            except (OSError, PionError) as error:  # an incomplete entry is a miss
+                log.debug("prefix %s: its parts were not dropped: %s", want.namespace, error)
+        if claim is not None:
+            self._release(claim)
 
     def _send(
-        self, want: Wanted, layout: Layout, plan: assembly.Plan, rows: transfer.Rows, started: float,
+        self, want: Wanted, layout: Layout, plan: assembly.Plan, rows: Callable[[], transfer.Rows], started: float,
         claim: flights.Claim | None, over: Callable[[bool], None],
     ) -> None:  # fmt: skip
-        stored = False
+        stored = lost = False
         try:
             if claim is not None:
                 claim.stop()
-            tail = [claim.release_command] if claim is not None else []
+            tail = [claim.release_command] if claim is not None and claim.pending else []
             self._link.run(
-                transfer.send(want.namespace, want.digest, layout.dtype, len(want.ids), rows, plan.states, tail)
+                transfer.send(want.namespace, want.digest, layout.dtype, len(want.ids), rows(), plan.states, tail)
             )
             stored = True
-        except (CommandError, IncompleteError, OSError) as error:
+            if claim is not None:
+                claim.pending = False
+        except OSError as error:  # what arrived is an incomplete entry: a miss, and the lease ends by itself
+            lost = True
+            if claim is not None:
+                claim.pending = False
             self._not_stored(want.namespace, error)
-            if claim is not None and not isinstance(error, OSError):
-                self._release(claim)
+        except Exception as error:
+            where = assembly.not_numbers(rows(), layout.dtype) if isinstance(error, CommandError) else ""
+            self._not_stored(want.namespace, error, where)
         finally:
             over(stored)
+            if not stored and not lost:
+                self._leave_nothing(want, claim, registered=True)
         self._count(store_ms_total=(time.perf_counter() - started) * 1e3)
 
-    def _not_stored(self, namespace: str, error: Exception) -> None:
+    def _not_stored(self, namespace: str, error: Exception, more: str = "") -> None:
         self._count(store_errors=1)
         what = f"prefix {namespace} was computed but not stored"
-        if not isinstance(error, OSError):
+        if more:
+            log.warning("%s: %s (%s)", what, more, error)
+        elif not isinstance(error, OSError):
             log.warning("%s: %s", what, error)
         elif not self._link.went_down(error, what):
             log.info("%s: %s", what, error)

@@ -23,7 +23,6 @@ from pion.client.errors import IncompleteError, LaneError, PrefixMissError
 from pion.client.lanes import Lanes
 from pion.client.local import LocalCopies
 from pion.client.prompt_cache import PionPromptCache
-from pion.errors import CommandError
 from pion.testing import server as start_server
 from tests.support import models
 from tests.support.process import Process
@@ -325,7 +324,7 @@ def test_mapped_views(server: Any, ns: str, vquant: str, dtype: str) -> None:
             if vquant in ("fp16", "native"):
                 assert found.k(0).base is not None
                 assert np.shares_memory(found.k(0), found.k(0))
-        with pytest.raises(CommandError, match="not found"):
+        with pytest.raises(PrefixMissError, match="prefix 'nobody': never stored"):
             client.map("nobody")
 
 

@@ -170,7 +170,7 @@ def test_or_is_computed_and_left_alone(
     assert cache[0].offset == len(ids)
     assert (other.hits, other.misses, other.mismatches) == (0, 1, 1)
     assert "another digest" in caplog.text
-    assert "it is computed, not stored" in caplog.text
+    assert "it is not stored; what it does not share" in caplog.text
     assert words(owner.get_or_prefill(IDS, ns), len(IDS)) == kept
     assert owner.hits == 1
 

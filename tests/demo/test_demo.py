@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pion.demo import blas, prompt, runner
+from pion.testing import server
 from tests.support import models
 
 
@@ -106,3 +107,17 @@ def test_the_whole_play() -> None:
     assert result["ok"]
     assert [a["hit"] for a in result["acts"]] == [False, True, True]
     assert len({tuple(a["tokens"]) for a in result["acts"]}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_of_four_lines_computes_and_then_fetches(tmp_path: Path) -> None:
+    models.smollm2_model()  # or skip
+    with server("--kvcache", dir=tmp_path) as running:
+        for said in ("MISS: computed and stored", "HIT: fetched"):
+            command = [sys.executable, "examples/prompt_cache_demo.py", "--url", f"pion://127.0.0.1:{running.port}"]
+            env = {**os.environ, "PYTHONPATH": os.getcwd()}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert done.stdout.startswith(said)
+            assert "'hits': 1" in done.stdout or "MISS" in said
