@@ -15,7 +15,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from pion._core import headrows
@@ -33,7 +32,6 @@ _NAMES: Final = {
 
 
 _PATIENCE: Final = 1.0  # seconds
-_GROUP: Final = 8 << 20  # bytes of arrays that are made and then filled together
 _MOST_THREADS: Final = 4  # more would wait for memory
 
 
@@ -149,8 +147,7 @@ def filled_arrays(
     wanted: Sequence[tuple[tuple[int, ...], str]], jobs: Callable[[int, memoryview], list[Job]], heads: int,
     head_bytes: int,
 ) -> tuple[list[Any], list[memoryview]]:  # fmt: skip
-    """`blank_arrays`, filled by threads of their own while further arrays are made: mlx takes as long for the one as
-    memory does for the other.
+    """`blank_arrays`, filled by several threads.
 
     Args:
         wanted: (shape, dtype by name) of each.
@@ -158,31 +155,10 @@ def filled_arrays(
         heads, head_bytes: as in `headrows.fill`.
 
     Raises:
-        ValueError: as in `blank_arrays` and in `headrows.fill`; nothing is written to any more.
+        ValueError: as in `blank_arrays` and in `headrows.fill`.
     """
-    arrays: list[Any] = []
-    views: list[memoryview] = []
-    filling: list[Future[None]] = []
-    with ThreadPoolExecutor(threads(), "pion fill") as pool:  # its end waits for all of them, whatever happens
-        for group in _groups(wanted):
-            made, memory = blank_arrays(group)
-            work = [job for number, view in enumerate(memory, len(views)) for job in jobs(number, view)]
-            arrays += made
-            views += memory
-            if work:
-                filling.append(pool.submit(headrows.fill, work, heads, head_bytes, fresh=True))
-    for done in filling:
-        done.result()
+    arrays, views = blank_arrays(wanted)
+    work = [job for number, view in enumerate(views) for job in jobs(number, view)]
+    if work:
+        headrows.fill(work, heads, head_bytes, threads=threads(), fresh=True)
     return arrays, views
-
-
-def _groups(wanted: Sequence[tuple[tuple[int, ...], str]]) -> list[list[tuple[tuple[int, ...], str]]]:
-    groups: list[list[tuple[tuple[int, ...], str]]] = []
-    nbytes = _GROUP
-    for shape, dtype in wanted:
-        if nbytes >= _GROUP:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append((shape, dtype))
-        nbytes += math.prod(shape) * _NAMES.get(dtype, ("", 1))[1]
-    return groups

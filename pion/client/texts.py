@@ -13,7 +13,8 @@ from pion.client.identity import prefix_digest
 from pion.client.mlx_arrays import mlx_modules
 from pion.client.namespace import make_namespace, token_array
 from pion.client.seam import BACK_OFF, split_at_seam, split_chat
-from pion.client.work import Checkpoints, Wanted, Work
+from pion.client.storing import Storing
+from pion.client.work import Checkpoints, Wanted
 from pion.errors import utf8
 from pion.limits import MAX_NAMESPACE
 
@@ -22,7 +23,7 @@ __all__ = ["Texts"]
 _NEEDS_MODEL: Final = "this method requires a model — construct PionPromptCache(model) to use it"
 
 
-class Texts(Work):
+class Texts(Storing):
     """What asks for prefixes of texts, on top of what asks for prefixes of tokens."""
 
     @abstractmethod
