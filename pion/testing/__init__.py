@@ -53,7 +53,7 @@ class Server:
                         self.host, self.port = match[1].decode().strip("[]"), int(match[2])
                         return
                 if not self._reader.is_alive():
-                    status = self._reap()
+                    status = self._reap(self.process, self._reader)
                     raise RuntimeError(f"the server ended with status {status}:\n{self.output}")
                 if (
                     not self._changed.wait(timeout=min(1.0, max(0.0, end - time.monotonic())))
@@ -61,7 +61,7 @@ class Server:
                 ):
                     self.process.kill()
                     break
-        self._reap()
+        self._reap(self.process, self._reader)
         raise TimeoutError(f"the server was not ready after {self.timeout} s:\n{self.output}")
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
@@ -103,22 +103,22 @@ class Server:
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
+        process, reader = self.process, self._reader  # another thread may start the next one as soon as this has ended
+        if process.poll() is None:
+            process.send_signal(number)
         try:
-            status = self.process.wait(self.timeout)
+            process.wait(self.timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            process.kill()
+            process.wait()
             raise TimeoutError(f"the server did not end on {number.name}:\n{self.output}") from None
-        self._reap()
-        return status
+        return self._reap(process, reader)
 
-    def _reap(self) -> int:
-        status = self.process.wait()
-        self._reader.join()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+    def _reap(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> int:
+        status = process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()
         return status
 
     def restart(self) -> None:

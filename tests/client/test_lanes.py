@@ -348,11 +348,12 @@ def test_no_descriptors_stay_and_a_fork_keeps_its_views(server: Any, ns: str) ->
     with Client(host="127.0.0.1", port=server.port) as client:
         client.store(ns, k, k)
         client.map(ns).close()
+        gc.collect()  # what earlier tests have left behind must not go in between
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
             client.map(ns).close()
         gc.collect()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         code = f"""
 import os, numpy as np
 from pion import Client
