@@ -299,7 +299,7 @@ def info(ctx: Context, argv: list[bytes]) -> Any:
     attention = ctx.server.attention
     attention.require(NO_METAL)
     if len(argv) < 2:
-        return _lines(attention.figures() | attention.settings())
+        return _lines(attention.described() | attention.settings())
     made = attention.made
     layers = made.layers(argv[1]) if made is not None else {}
     if not layers:

@@ -87,8 +87,12 @@ class Attention:
         """HIT, COLD or MISS."""
         return "MISS" if self._made is None else self._made.lookup(sid, layer)
 
-    def figures(self) -> dict[str, int | str]:
-        """What KV.PREFIX.INFO and INFO show."""
+    def figures(self) -> dict[str, int]:
+        """What KV.PREFIX.INFO counts. Numbers alone: its readers take every line for one."""
+        return {name: value for name, value in self.described().items() if isinstance(value, int)}
+
+    def described(self) -> dict[str, int | str]:
+        """The figures, and what computes."""
         out: dict[str, int | str] = {
             "sdpa_warm": 0, "sdpa_cold": 0, "sdpa_demotions": 0, "sdpa_rehydrates": 0, "sdpa_warm_bytes": 0,
             "sdpa_queries": 0, "sdpa_backend": "off" if self.mode == "off" else "none yet", "sdpa_device": "",

@@ -190,7 +190,7 @@ def _pion(ctx: Context) -> Lines:
 
 def _attention(ctx: Context) -> Lines:
     attention = ctx.server.attention
-    return [*attention.settings().items(), *attention.figures().items()]
+    return [*attention.settings().items(), *attention.described().items()]
 
 
 _SECTIONS: dict[str, Callable[[Context], Lines]] = {

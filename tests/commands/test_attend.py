@@ -314,4 +314,14 @@ def test_without_an_engine(tmp_path: Path) -> None:
                 assert str(conn.call(f"ATTEND.PREFIX.{name}", "s", 0)) == f"ERR {text}"
         text = "ERR Metal attention not available (start with --metal-attention)"
         assert str(conn.call("KV.PREFIX.WARM", "ns", 2, 8)) == text
-        assert conn.fields("KV.PREFIX.INFO")["sdpa_backend"] == "off"
+        assert conn.fields("INFO", "attention")["sdpa_backend"] == "off"
+
+
+def test_kv_prefix_info_is_numbers(tmp_path: Path) -> None:
+    """Its readers take every line for one, before and after the first use."""
+    with Process(tmp_path) as process, Raw(process.port) as conn:
+        for _ in range(2):
+            assert {name for name, value in conn.fields("KV.PREFIX.INFO").items() if not value.isdecimal()} == set()
+            zeros = bytes(4 * 8)
+            conn.ok("ATTEND.PREFIX.STORE", "s", 0, 1, 1, 8, zeros, zeros)
+        assert conn.fields("KV.PREFIX.INFO")["sdpa_warm"] == "1"
