@@ -26,7 +26,7 @@ LOG_KINDS: Final = {
     1: "SET", 2: "BLOB", 3: "DEL", 4: "EXPIRE", 5: "FLUSHDB", 6: "FLUSHALL", 7: "WRITE", 8: "SYNC", 9: "GROUP",
     10: "END", 16: "HSET", 17: "HDEL", 18: "ZADD", 19: "ZREM",
 }  # fmt: skip
-INDEX_KINDS: Final = {1: "PUT", 2: "DROP", 3: "DIRTY", 4: "USED", 5: "OPENED", 6: "CLOSED"}
+INDEX_KINDS: Final = {1: "PUT", 2: "DROP", 3: "DIRTY", 4: "USED", 5: "OPENED", 6: "CLOSED", 7: "MAKING"}
 _NAMES: Final = {index.TYPE: "index", keyspace_files.LOG: "keyspace log", keyspace_files.SNAPSHOT: "keyspace snapshot"}
 _ATTRIBUTES: Final = {keyspace_files.NUMBER: "number", keyspace_files.BELONGS_TO: "belongs to"}
 _WINDOW: Final = 4 << 20

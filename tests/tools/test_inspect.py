@@ -13,8 +13,9 @@ import pytest
 
 from pion.cli import main
 from pion.limits import FORMATS
-from pion.store import layout
+from pion.store import index, layout
 from pion.store.engine import Engine
+from pion.tools import show
 from tests.store.model import F16, words
 from tests.store.support import DIM, fill
 
@@ -179,3 +180,10 @@ def test_whoever_reads_may_stop_reading(data: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(30) in (0, 1)
+
+
+def test_every_kind_of_record_of_the_index_has_a_name() -> None:
+    kinds = (index.PUT, index.DROP, index.DIRTY, index.USED, index.OPENED, index.CLOSED, index.MAKING)
+    assert tuple(show.INDEX_KINDS) == kinds
+    for kind, name in show.INDEX_KINDS.items():
+        assert getattr(index, name) == kind
