@@ -1,4 +1,4 @@
-"""A byte server in threads, for what no healthy server does: wrong bytes, silence, hang-ups."""
+"""A real server for the tests of a module, and a byte server for what no healthy one does: wrong bytes, hang-ups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from pion.testing import server as start_server
 from pion.wire.resp import OK, Err, Parser, Raw, Simple, encode
+from tests.support.proxy import Proxy, proxy
 
 Answer = Callable[["Peer", list[bytes]], Any]
 HANG_UP = object()
@@ -117,6 +119,18 @@ class ByteServer:
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with start_server("--kvcache", dir=tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+@pytest.fixture
+def between(server: Any) -> Iterator[Proxy]:
+    with proxy(server.port) as running:
+        yield running
 
 
 @pytest.fixture

@@ -24,26 +24,13 @@ from pion import Client, HybridRetrievalCache, PionPromptCache
 from pion.client import assembly, caches, flights
 from pion.client.caches import PionMlxCompatError, Prefilled, pack_rows, prefill
 from pion.client.errors import PrefixMissError
-from pion.testing import server as start_server
 from tests.support import families, models
-from tests.support.proxy import Proxy, proxy
+from tests.support.proxy import Proxy
 
 models.need_mlx()
 mx = models.mx
 
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_server("--kvcache", dir=tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-@pytest.fixture
-def between(server: Any) -> Iterator[Proxy]:
-    with proxy(server.port) as running:
-        yield running
 
 
 @pytest.fixture
@@ -281,14 +268,19 @@ def test_a_lease_ends_with_the_call_that_computes(
 ) -> None:
     """Even if the call could not give it back."""
     monkeypatch.setattr(flights, "_RENEW", 0.05)
-    run = cache_of().resp
+    run, renewed = cache_of().resp, threading.Event()
+
+    def ask(command: list[Any]) -> bytes:
+        reply = run.call(*command)
+        renewed.set()
+        return reply
 
     def call() -> flights.Claim:
         holder = flights.Holder(sys._getframe())
-        claim = flights.Claim(lambda command: run.call(*command), ns, holder)
+        claim = flights.Claim(ask, ns, holder)
         assert run.call(*claim.command) == b":1\r\n"
         claim.start()
-        time.sleep(0.2)
+        assert renewed.wait(30)
         assert (holder.active, run.call(*flights.claim_command(ns, "another", 1))) == (True, b":0\r\n")
         return claim  # as if an interrupt had skipped what gives it back
 

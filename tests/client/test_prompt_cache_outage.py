@@ -7,7 +7,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,12 @@ from pion.client.caches import pack_rows
 from pion.errors import AuthenticationError, CommandError
 from pion.testing import server as start_server
 from tests.support import models
-from tests.support.proxy import Proxy, proxy
+from tests.support.proxy import Proxy
 
 models.need_mlx()
 
 IDS = list(range(60))
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_server("--kvcache", dir=tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-@pytest.fixture
-def between(server: Any) -> Iterator[Proxy]:
-    with proxy(server.port) as running:
-        yield running
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,13 @@ from pion.client import flights, progress
 from pion.client.caches import prefill
 from pion.testing import server as start_server
 from tests.support import families, models
-from tests.support.proxy import Proxy, proxy
+from tests.support.proxy import proxy
 
 models.need_mlx()
 mx = models.mx
 
 SUFFIX = [5, 6, 7]
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_server("--kvcache", dir=tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-@pytest.fixture
-def between(server: Any) -> Iterator[Proxy]:
-    with proxy(server.port) as running:
-        yield running
 
 
 @pytest.fixture
