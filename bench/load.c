@@ -2,12 +2,15 @@
  *
  *   load small HOST PORT ping|get|set CONNS PIPELINE TOTAL KEYS BYTES   -> requests/s, p50 us, p99 us
  *   load xfer  HOST PORT REQUEST_FILE REPLY_BYTES REPS [PATCH_AT WIDTH] -> seconds: median, best
+ *   load pairs HOST PORT CONNS SECONDS REQUEST_FILE PATCH_AT WIDTH      -> requests/s
  *   load ping  HOST PORT SECONDS INTERVAL_US                            -> p50 us, p99 us, max us, count
  *   load copy  BYTES REPS                                               -> seconds: median, best   (bare send -> recv)
  *   load sink  BYTES REPS DIRECTORY                                     -> seconds: median, best   (bare recv + write)
  *
  * `xfer` sends a file and reads an exact number of reply bytes into one reused buffer. With PATCH_AT the decimal
  * counter of WIDTH digits at that offset is replaced before each round, to name a fresh key or session.
+ * `pairs` sends a file of two commands that are answered +OK on every connection, with the connection's number at
+ * PATCH_AT, again after each pair of replies.
  * CPU=n in the environment pins the program; SERVER_CPU=n pins the forked half of copy and sink.
  */
 #define _GNU_SOURCE
@@ -204,21 +207,76 @@ static int small(char **argv) {
     return 0;
 }
 
-/* ---- xfer: one request file, one exact reply length ---- */
-static int xfer(int argc, char **argv) {
-    int fd = dial(argv[0], atoi(argv[1]));
-    int file = open(argv[2], O_RDONLY);
+static char *contents(const char *path, size_t *size) {
+    int file = open(path, O_RDONLY);
     struct stat st;
-    if (file < 0 || fstat(file, &st)) die(argv[2]);
-    size_t size = (size_t)st.st_size, want = strtoull(argv[3], NULL, 10);
-    long reps = atol(argv[4]), patch = argc > 5 ? atol(argv[5]) : -1;
-    int width = argc > 6 ? atoi(argv[6]) : 0;
-    char *request = buffer(size), *reply = buffer(want);
-    for (size_t got = 0; got < size;) {
-        ssize_t k = pread(file, request + got, size - got, (off_t)got);
+    if (file < 0 || fstat(file, &st)) die(path);
+    *size = (size_t)st.st_size;
+    char *out = buffer(*size);
+    for (size_t got = 0; got < *size;) {
+        ssize_t k = pread(file, out + got, *size - got, (off_t)got);
         if (k <= 0) die("read");
         got += (size_t)k;
     }
+    close(file);
+    return out;
+}
+
+/* ---- pairs: many connections, each with a write and its COMMIT in flight ---- */
+static int pairs(char **argv) {
+    static const char wanted[] = "+OK\r\n+OK\r\n";
+    const size_t need = sizeof wanted - 1;
+    int conns = atoi(argv[2]), width = atoi(argv[6]), open_ = conns;
+    size_t size;
+    char *request = contents(argv[4], &size), reply[64];
+    struct client *clients = calloc((size_t)conns, sizeof *clients);
+    int ep = epoll_create1(0);
+    for (int i = 0; i < conns; i++) {
+        char digits[32];
+        clients[i].fd = dial(argv[0], atoi(argv[1]));
+        clients[i].block = malloc(size);
+        memcpy(clients[i].block, request, size);
+        snprintf(digits, sizeof digits, "%0*d", width, i);
+        memcpy(clients[i].block + atol(argv[5]), digits, (size_t)width);
+        struct epoll_event event = {.events = EPOLLIN, .data.ptr = &clients[i]};
+        epoll_ctl(ep, EPOLL_CTL_ADD, clients[i].fd, &event);
+    }
+    long done = 0;
+    double start = now(), until = start + atof(argv[3]);
+    for (int i = 0; i < conns; i++) send_all(clients[i].fd, clients[i].block, size);
+    struct epoll_event events[256];
+    while (open_) {
+        int n = epoll_wait(ep, events, 256, 10000);
+        if (n == 0) {
+            fprintf(stderr, "no answer for 10 s\n");
+            return 1;
+        }
+        for (int i = 0; i < n; i++) {
+            struct client *c = events[i].data.ptr;
+            ssize_t k = recv(c->fd, reply, need - c->got, 0);
+            if (k <= 0 || memcmp(reply, wanted + c->got, (size_t)k)) {
+                fprintf(stderr, "not +OK: %.*s\n", (int)(k > 0 ? k : 0), reply);
+                return 1;
+            }
+            c->got += (size_t)k;
+            if (c->got < need) continue;
+            c->got = 0;
+            done++;
+            if (now() < until) send_all(c->fd, c->block, size);
+            else open_--;
+        }
+    }
+    printf("%.1f\n", (double)done / (now() - start));
+    return 0;
+}
+
+/* ---- xfer: one request file, one exact reply length ---- */
+static int xfer(int argc, char **argv) {
+    int fd = dial(argv[0], atoi(argv[1]));
+    size_t size, want = strtoull(argv[3], NULL, 10);
+    long reps = atol(argv[4]), patch = argc > 5 ? atol(argv[5]) : -1;
+    int width = argc > 6 ? atoi(argv[6]) : 0;
+    char *request = contents(argv[2], &size), *reply = buffer(want);
     double *seconds = malloc(sizeof(double) * (size_t)reps);
     for (long i = -1; i < reps; i++) {
         if (patch >= 0) {
@@ -347,6 +405,7 @@ int main(int argc, char **argv) {
     pin("CPU");
     if (!strcmp(mode, "small") && argc == 10) return small(argv + 2);
     if (!strcmp(mode, "xfer") && argc >= 7) return xfer(argc - 2, argv + 2);
+    if (!strcmp(mode, "pairs") && argc == 9) return pairs(argv + 2);
     if (!strcmp(mode, "ping") && argc == 6) return ping(argv + 2);
     if (!strcmp(mode, "copy") && argc == 4) return copy(argv + 2);
     if (!strcmp(mode, "sink") && argc == 5) return sink(argv + 2);

@@ -49,10 +49,18 @@ def _told(ctx: Context, offer: Any) -> dict[bytes, Any]:
         b"rows": offer.rows,
         b"heads": offer.heads,
     }
-    for name, side in zip((b"keys", b"values"), offer.sides, strict=True):
-        out[name] = [part for layer in side for part in (_described(layer.stored), layer.packed_pieces())]
-    out[b"states"] = [number for state in offer.states for number in state]
+    if offer.contents.told is None:
+        offer.contents.told = _told_contents(offer.contents)
+    out[b"keys"], out[b"values"], out[b"states"] = offer.contents.told
     return out
+
+
+def _told_contents(contents: Any) -> tuple[list[bytes], list[bytes], list[int]]:
+    keys, values = (
+        [part for layer in side for part in (_described(layer.stored), layer.packed_pieces())]
+        for side in contents.sides
+    )
+    return keys, values, [number for state in contents.states for number in state]
 
 
 def _described(stored: Any) -> bytes:

@@ -282,16 +282,17 @@ def info(ctx: Context, argv: list[bytes]) -> Any:
 
 def session_lines(session: Any) -> list[str]:
     """The lines of V.INFO of a session."""
+    uniform = session.uniform
     lines = [
         f"session_idx:{session.index}",
         f"value_dim:{session.dim}",
         f"v_format:{limits.FORMAT_NAMES[session.fmt]}",
         f"num_layers:{session.num_layers}",
-        f"schema:{'uniform' if session.uniform else 'heterogeneous'}",
+        f"schema:{'uniform' if uniform else 'heterogeneous'}",
     ]
     for i, rows in enumerate(session.rows):
         lines += [f"layer_{i}_tokens:{rows}"] if rows else []
-        lines += [] if session.uniform else _layer_lines(i, *session.layers[i])
+        lines += [] if uniform else _layer_lines(i, *session.layers[i])
     lines.append(f"total_tokens:{sum(session.rows)}")
     # Behind the published lines: what a client needs to make tensors of the rows, as far as REGISTER said it.
     told = {name: getattr(session.declared, name) for name in ("heads", "head_dim", "rope", "digest", "rows", "layers")}

@@ -7,7 +7,6 @@ command has settled before there was a ticket.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import logging
@@ -15,7 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -92,32 +91,50 @@ class Lane:
                 sock.setblocking(False)
                 if self._clients >= limits.LANE_CLIENTS:
                     sock.close()
-                    await trio.lowlevel.checkpoint()
-                    continue
-                self._clients += 1
-                nursery.start_soon(self._welcome, trio.socket.from_stdlib_socket(sock))
+                else:
+                    self._clients += 1
+                    got = _sent(sock)
+                    if got is None or not _whole(got):
+                        nursery.start_soon(self._welcome, sock, got or b"")
+                    else:  # most clients send as they connect: they cost no task
+                        with self._client(sock):
+                            self._answer(sock, got)
+                await trio.lowlevel.checkpoint()
 
-    async def _welcome(self, sock: trio.socket.SocketType) -> None:
+    async def _welcome(self, sock: socket.socket, got: bytes) -> None:
+        with self._client(sock), trio.move_on_after(_PATIENCE):
+            while not _whole(got):
+                await trio.lowlevel.wait_readable(sock)
+                more = _sent(sock)
+                if more == b"":
+                    break
+                got += more or b""
+            self._answer(sock, got)
+
+    @contextlib.contextmanager
+    def _client(self, sock: socket.socket) -> Iterator[None]:
+        """Until the end of its connection."""
         try:
-            with sock, trio.move_on_after(_PATIENCE):
-                await self._answer(sock, await _line(sock))
+            with sock:
+                yield
         except OSError as error:
             log.debug("a client of the lane went away: %s", error)
         finally:
             self._clients -= 1
 
-    async def _answer(self, sock: trio.socket.SocketType, ticket: bytes) -> None:
+    def _answer(self, sock: socket.socket, got: bytes) -> None:
+        """Nothing here waits: an answer fits in the buffer of a new connection."""
         try:
-            fd = self._redeem(ticket)
+            fd = self._redeem(got.partition(b"\n")[0])
         except TicketError as error:
-            await sock.send(f"-{error}\n".encode())
+            sock.send(f"-{error}\n".encode())
             return
         except OSError as error:
             log.warning("an entry file could not be handed out: %s", error.strerror)
-            await sock.send(f"-the file cannot be opened: {error.strerror}\n".encode())
+            sock.send(f"-the file cannot be opened: {error.strerror}\n".encode())
             return
         try:
-            await sock.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+            socket.send_fds(sock, [b"+"], [fd])
         finally:
             os.close(fd)
 
@@ -138,12 +155,16 @@ def _short_folder() -> str:
     raise StartupError(f"no directory for its socket{why} (--lane PATH names one)")
 
 
-async def _line(sock: trio.socket.SocketType) -> bytes:
-    """What the client sent before its line break; something that is no ticket, when it sent anything else."""
-    got = b""
-    while b"\n" not in got and len(got) <= _LONGEST_TICKET:
-        more = await sock.recv(_LONGEST_TICKET + 1 - len(got))
-        if not more:
-            return b""
-        got += more
-    return got.partition(b"\n")[0]
+def _sent(sock: socket.socket) -> bytes | None:
+    """What a client has sent since; None when that is nothing, and nothing at all when it went away."""
+    try:
+        return sock.recv(_LONGEST_TICKET + 1)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _whole(got: bytes) -> bool:
+    """Whether no more need be waited for: a line, or more than any ticket has."""
+    return b"\n" in got or len(got) > _LONGEST_TICKET

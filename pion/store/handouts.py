@@ -23,7 +23,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pion import limits
 from pion._core import framing
@@ -38,14 +39,16 @@ if TYPE_CHECKING:
     from pion.store.ledger import Ledger
     from pion.store.store import Store
 
-__all__ = ["Handouts", "Offer", "read_only"]
+__all__ = ["Contents", "Handouts", "Offer", "read_only"]
 
 _TICKET_BYTES: Final = 16
+_KNOWN: Final = 64  # entries whose contents are remembered: some 20 KB each
 _U64: Final = struct.Struct("<QQ")
 
 
 class Layer(NamedTuple):
-    """One layer of one side: what its rows are, and (offset, nbytes) of their bytes in the file, in order."""
+    """One layer of one side: what its rows are, without segments, and (offset, nbytes) of their bytes in the file, in
+    order."""
 
     stored: StoredRows
     pieces: list[tuple[int, int]]
@@ -55,6 +58,26 @@ class Layer(NamedTuple):
         return b"".join(_U64.pack(*piece) for piece in self.pieces)
 
 
+@dataclass(eq=False)
+class Contents:
+    """Where everything of an entry lies, as long as nothing is written to it.
+
+    Attributes:
+        generation, changes: of the entry, when this was so.
+        sides: the layers of K and of V.
+        states: (number, offset, nbytes).
+        nbytes: stored bytes of rows and states.
+        told: what the command made of it, kept for the next one who asks.
+    """
+
+    generation: int
+    changes: int
+    sides: tuple[list[Layer], list[Layer]]
+    states: list[tuple[int, int, int]]
+    nbytes: int
+    told: Any = None
+
+
 class Offer(NamedTuple):
     """What a client is told of an entry.
 
@@ -62,8 +85,7 @@ class Offer(NamedTuple):
         ticket: to be shown at the socket.
         generation: of the file.
         digest, rows, heads: as declared; a row is `heads` times as many values, when it was said.
-        sides: the layers of K and of V.
-        states: (number, offset, nbytes).
+        contents: where everything lies.
     """
 
     ticket: bytes
@@ -71,14 +93,7 @@ class Offer(NamedTuple):
     digest: str | None
     rows: int
     heads: int | None
-    sides: tuple[list[Layer], list[Layer]]
-    states: list[tuple[int, int, int]]
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes of rows and states."""
-        rows = sum(layer.stored.nbytes for side in self.sides for layer in side)
-        return rows + sum(nbytes for _, _, nbytes in self.states)
+    contents: Contents
 
 
 class _Ticket(NamedTuple):
@@ -96,6 +111,7 @@ class Handouts:
         self._lock = threading.Lock()
         self._tickets: OrderedDict[bytes, _Ticket] = OrderedDict()
         self._files: OrderedDict[bytes, FdRef] = OrderedDict()  # of the newest tickets
+        self._contents: OrderedDict[Entry, Contents] = OrderedDict()  # of the entries asked for last
 
     def must_wait(self, ns: bytes) -> bool:
         """An offer would read the whole entry first, to compare its checksums: make it in a thread."""
@@ -125,15 +141,27 @@ class Handouts:
             if declared.rows is None or declared.layers is None or entry.mask != 3 or not entry.complete:
                 raise CommandError("ERR KV.PREFIX.LANE: only prefixes with ROWS and LAYERS that are complete")
             store.touch(entry)
-            sides = [self._layers(entry, side, declared.layers, declared.rows) for side in range(2)]
-            states = []
-            for number, payload in sorted(entry.states.items()):
-                loader.check_payload(store, entry, payload)
-                states.append((number, payload.offset, payload.nbytes))
-            offer = Offer(
-                b"", entry.generation, declared.digest, declared.rows, declared.heads, (sides[0], sides[1]), states
-            )
-            return offer._replace(ticket=self._issue(entry, store.ref(entry), offer.nbytes))
+            contents = self._contents_of(entry, declared.layers, declared.rows)
+            ticket = self._issue(entry, store.ref(entry), contents.nbytes)
+            return Offer(ticket, entry.generation, declared.digest, declared.rows, declared.heads, contents)
+
+    def _contents_of(self, entry: Entry, layers: int, rows: int) -> Contents:
+        """Looked at once for each state of the entry. The store's lock is held."""
+        known = self._contents.get(entry)
+        if known is not None and (known.generation, known.changes) == (entry.generation, entry.changes):
+            self._contents.move_to_end(entry)
+            return known
+        keys, values = (self._layers(entry, side, layers, rows) for side in range(2))
+        states = []
+        for number, payload in sorted(entry.states.items()):
+            loader.check_payload(self._store, entry, payload)
+            states.append((number, payload.offset, payload.nbytes))
+        nbytes = sum(layer.stored.nbytes for layer in (*keys, *values)) + sum(nbytes for _, _, nbytes in states)
+        found = self._contents[entry] = Contents(entry.generation, entry.changes, (keys, values), states, nbytes)
+        self._contents.move_to_end(entry)
+        if len(self._contents) > _KNOWN:
+            self._contents.popitem(last=False)
+        return found
 
     def _layers(self, entry: Entry, side: int, layers: int, rows: int) -> list[Layer]:
         about = entry.sides[side]
@@ -142,7 +170,8 @@ class Handouts:
         for layer in range(layers):
             found = reading.stored(self._store, entry, about, side, layer, 0, rows)
             assert found is not None
-            out.append(Layer(found, _joined((offset, nbytes) for _, offset, nbytes in found.segments)))
+            pieces = _joined((offset, nbytes) for _, offset, nbytes in found.segments)
+            out.append(Layer(found._replace(segments=[]), pieces))  # they would hold the file
         return out
 
     def _issue(self, entry: Entry, file: FdRef, nbytes: int) -> bytes:
@@ -202,9 +231,12 @@ class Handouts:
         raise TicketError("the file of the prefix was written anew meanwhile: ask again")
 
     def tick(self) -> None:
-        """Forget tickets that nobody came with. Once a second."""
+        """Forget tickets that nobody came with, and entries that are gone. Once a second."""
         with self._lock:
             self._expire(time.monotonic())
+        with self._store.lock:
+            for entry in [entry for entry in self._contents if entry.gone]:
+                del self._contents[entry]
 
 
 def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

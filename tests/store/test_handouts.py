@@ -82,6 +82,43 @@ def test_a_file_that_was_not_held_open_is_looked_at(
             engine.redeem(old.ticket)
 
 
+def lying(engine: Engine, ns: bytes) -> tuple[dict[tuple[int, int], bytes], dict[int, bytes]]:
+    """What the file of an offer holds, where the offer says that it lies: rows by side and layer, states."""
+    offer = engine.lane(ns)
+    fd = engine.redeem(offer.ticket)
+    try:
+        rows = {
+            (side, number): b"".join(os.pread(fd, nbytes, offset) for offset, nbytes in layer.pieces)
+            for side, layers in enumerate(offer.contents.sides)
+            for number, layer in enumerate(layers)
+        }
+        return rows, {number: os.pread(fd, nbytes, offset) for number, offset, nbytes in offer.contents.states}
+    finally:
+        os.close(fd)
+
+
+def test_what_is_told_again_is_what_is_there_now(engine: Engine) -> None:
+    first = fill(engine, b"a")
+    rows = dict.fromkeys([(side, layer) for side in range(2) for layer in range(2)], first)
+    assert lying(engine, b"a") == (rows, {})
+    assert engine.lane(b"a").contents is engine.lane(b"a").contents  # looked at once
+    other = bytes(reversed(first))
+    engine.v_store(b"a_pv", 1, 0, 16, other, "F16")
+    rows[1, 1] = other
+    assert lying(engine, b"a") == (rows, {})
+    engine.ssm_store(b"a", 3, b"a state")
+    assert lying(engine, b"a") == (rows, {3: b"a state"})
+    assert engine.compact(b"a")
+    assert lying(engine, b"a") == (rows, {3: b"a state"})
+    engine.ssm_drop(b"a", 3)
+    assert lying(engine, b"a") == (rows, {})
+    engine.drop(b"a")
+    again = fill(engine, b"a", rows=8)
+    assert lying(engine, b"a") == (dict.fromkeys(rows, again), {})
+    engine._handouts.tick()
+    assert len(engine._handouts._contents) == 1  # nothing of what is gone
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
 def test_a_thousand_tickets_leave_descriptors_for_everything_else(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
