@@ -392,7 +392,7 @@ cdef class PlaneBase:
                 sink = found
             else:
                 raise TypeError(f"{found!r} is not a fresh Sink of {c.parser.bulk_len} bytes")
-        except Exception:
+        except Exception:  # whatever a command does wrong, the others are served; the body is collected in memory
             log.exception("opening a stream failed")
             sink = None
         if c.where != AT_HOME:
@@ -426,7 +426,7 @@ cdef class PlaneBase:
         c.log_at = ks_log_position(self.p.keyspace)
         try:
             value = self.handler(owner, argv)
-        except Exception:
+        except Exception:  # a fault of one command ends neither its connection nor the server
             log.exception("a command handler failed")
             value = internal_error
         if c.where == AT_END:
@@ -489,7 +489,7 @@ cdef class PlaneBase:
             return 0
         try:
             parts = encode_parts(value, c.proto)
-        except Exception:
+        except Exception:  # the reply is due all the same, or all behind it would change places
             log.exception("a handler answered something that has no encoding")
             parts = encode_parts(internal_error, c.proto)
         for part in parts:
@@ -525,7 +525,7 @@ cdef class PlaneBase:
                     sink.on_abort(sink)
                 if self.on_close is not None:
                     self.on_close(conn)
-            except Exception:
+            except Exception:  # what is below, and other connections, must still be let go
                 log.exception("a callback for a closed connection failed")
             conn.data.clear()    # what commands kept there refers to the connection
         return 0

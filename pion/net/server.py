@@ -224,7 +224,7 @@ class Server:
     async def _finish(self, conn: Conn, work: Coroutine[Any, Any, Any]) -> None:
         try:
             value = await work
-        except Exception:
+        except Exception:  # a fault of one command ends neither its connection nor the server
             log.exception("a command failed")
             value = Err(errors.INTERNAL)
         self.plane.resume(conn, value)
