@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Generator
 from types import CoroutineType
@@ -72,6 +73,7 @@ class GroupCommit:
     """Flushes for commands; `later` is what a handler returns."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._waiting: list[Later] = []
         self._running = False
 
@@ -81,7 +83,8 @@ class GroupCommit:
         if server.spawn is None or server.new_event is None:
             return _alone(ctx, value)
         reply = Later(value, server.new_event)
-        self._waiting.append(reply)
+        with self._lock:
+            self._waiting.append(reply)
         if not self._running:
             self._running = True
             server.spawn(functools.partial(self._flush, ctx))
@@ -89,29 +92,35 @@ class GroupCommit:
 
     async def _flush(self, ctx: Context) -> None:
         try:
-            answered, took = 1, 0.0
+            answered, pause = 1, 0.0
             while self._waiting or answered > 1:
-                if len(self._waiting) < answered and answered > 1:
-                    await ctx.in_thread(time.sleep, min(PAUSE_MOST, took / 3))
-                # What they wait for is in the log: it was written before this task got its turn.
-                turn, self._waiting = self._waiting, []
-                answered = len(turn)
-                if not turn:
-                    continue
-                error: CommandError | None = None
-                began = time.perf_counter()
-                try:
-                    await ctx.in_thread(ctx.engine.commit)
-                except CommandError as failure:
-                    error = failure.with_traceback(None)
-                except Exception:  # whatever it is, those who wait get an answer
-                    log.exception("a flush failed")
-                    error = CommandError(errors.INTERNAL)
-                took = time.perf_counter() - began
+                fewer = len(self._waiting) < answered and answered > 1
+                turn, error, took = await ctx.in_thread(self._turn, ctx.engine.commit, pause if fewer else 0.0)
+                answered, pause = len(turn), min(PAUSE_MOST, took / 3)
                 for reply in turn:
                     reply.end(error)
         finally:
             self._running = False
+
+    def _turn(self, commit: Callable[[], None], pause: float) -> tuple[list[Later], CommandError | None, float]:
+        """One flush, in a thread: who waited for it, why it failed, seconds it took."""
+        if pause:
+            time.sleep(pause)
+        with self._lock:
+            # What they wait for is in the log: it was written before they began to wait.
+            turn, self._waiting = self._waiting, []
+        if not turn:
+            return [], None, 0.0
+        error: CommandError | None = None
+        began = time.perf_counter()
+        try:
+            commit()
+        except CommandError as failure:
+            error = failure.with_traceback(None)
+        except Exception:  # whatever it is, those who wait get an answer
+            log.exception("a flush failed")
+            error = CommandError(errors.INTERNAL)
+        return turn, error, time.perf_counter() - began
 
 
 async def settled(value: Any) -> Any:
