@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion.attention.merge import F32, Part, nothing
+from pion.attention.select import QUEST
 
 __all__ = ["Held", "MlxBackend"]
 
@@ -39,6 +40,7 @@ class MlxBackend:
     """
 
     name = "mlx"
+    at_once = False
 
     def __init__(self, half: bool = False) -> None:
         import mlx.core as mx
@@ -102,6 +104,10 @@ class MlxBackend:
         with self._lock:
             q = mx.array(np.ascontiguousarray(queries)).astype(self.kind)
             return np.array(mx.logsumexp((q @ held.keys[:, first:].swapaxes(1, 2)).astype(mx.float32), axis=2))
+
+    def table(self, held: Held, block: int, selector: str) -> tuple[Any, ...]:
+        """What `selector` needs of each block: `means`, or `extremes`."""
+        return self.extremes(held, block) if selector == QUEST else (self.means(held, block),)
 
     def means(self, held: Held, block: int) -> F32:
         """The mean key of each block of `block` positions: (H, blocks, D)."""
