@@ -105,6 +105,8 @@ def cuts(heads: int, dim: int, count: int, keys: StoredSide, values: StoredSide)
     formats = [found.fmt for side in (keys, values) for found in side.runs]
     if all(fmt & 255 in _WORDS for fmt in formats):
         raise ValueError("plain words: arrays are as small")
+    if any(is_keys(found.fmt) for found in values.runs):
+        raise ValueError("values are not stored in key forms")
     edges = {0, count}
     for side in (keys, values):
         edges.update(found.start for found in side.runs if 0 < found.start < count)
