@@ -39,7 +39,7 @@ class SessionMethods:
 
     def on_new_meaning(self, tell: Callable[[bytes, int | None], None]) -> None:
         """Have somebody told when a name may stand for other rows than before: the name of a prefix, and the first of
-        the rows, or None when the prefix is another one, whatever became of the one before.
+        the rows, or None when the prefix is another one, whatever became of the one before, or its time has ended.
 
         Args:
             tell: called with the store's lock held.

@@ -260,8 +260,8 @@ class Store(Caps):
         return entry
 
     def means_anew(self, entry: Entry, start: int | None) -> None:
-        """The entry is another one than what may have had its name (None), or its rows from `start` on are others than
-        they may have been. The lock is held."""
+        """The entry is another one than what may have had its name, or its time has ended (None); or its rows from
+        `start` on are others than they may have been. The lock is held."""
         if self.on_new_meaning is not None:
             self.on_new_meaning(entry, start)
 
