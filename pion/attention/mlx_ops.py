@@ -18,6 +18,7 @@ from pion.attention.select import QUEST
 __all__ = ["Held", "MlxBackend"]
 
 _TILE: Final = 8 << 20  # logits at a time; more queries are computed piece by piece
+_CACHE: Final = 256 << 20  # bytes that MLX's allocator may keep of what was freed; on a GPU it would keep all
 
 
 class Held(NamedTuple):
@@ -48,6 +49,8 @@ class MlxBackend:
         self.mx = mx
         self.kind = mx.float16 if half else mx.float32
         self.device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+        if self.device == "gpu":
+            mx.set_cache_limit(_CACHE)
         # One graph at a time: the device is one, and graphs that were built in several threads queue up there anyway.
         self._lock = threading.Lock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.support import attend
 from tests.support.attention import metal, normal
 from tests.support.memory import MemoryClient
 from tests.support.process import Process
-from tests.support.raw import Raw
+from tests.support.raw import Raw, ReplyError
 
 ROWS, DIM = 8, 16
 K = normal(1, 1, ROWS, DIM)
@@ -221,6 +222,64 @@ def test_on_a_real_server_with_large_bodies(tmp_path: Path) -> None:
         assert conn.call("ATTEND.PREFIX.LOOKUP", "mine", 0) == "HIT"
         store("p", second)
         assert conn.call("ATTEND.PREFIX.LOOKUP", "mine", 0) == "MISS"
+
+
+@pytest.mark.parametrize("flags", [(), ("--attend-autowarm", "--attend-warm-slots", "2")], ids=["plain", "autowarm"])
+def test_prefixes_that_come_and_go_while_they_are_attended_to(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Drops, evictions and replacements under running queries: an answer is of what the name means, or has meant when
+    the query was sent, or there is none."""
+    rows, dim = 200, 64
+    q = normal(3, 1, 1, dim)
+    stored, answers = 0, 0
+    wrong: list[Any] = []
+    stop = threading.Event()
+    with Process(tmp_path, "--max-sessions", "4", *flags) as process, Raw(process.port) as conn:
+
+        def ask() -> None:
+            nonlocal answers
+            with Raw(process.port, timeout=60) as other:
+                while not stop.is_set():
+                    oldest = stored
+                    out = attend.query(other, "s", 0, q)
+                    if isinstance(out, ReplyError):
+                        if not str(out).startswith(("COLDMISS", "ERR ATTEND.PREFIX.QUERY failed (session not found")):
+                            wrong.append(out)
+                        continue
+                    answers += 1
+                    number = round(float(out.flat[0]))
+                    if np.abs(out - number).max() > 1e-3 or number < oldest:
+                        wrong.append((oldest, out))
+
+        def store(ns: str, number: int, *more: str) -> None:
+            conn.ok("KV.PREFIX.REGISTER", ns, dim, "fp16", *more)
+            nonlocal stored
+            if ns == "p":
+                stored = number
+            keys = normal(number, rows, dim)
+            conn.ok("V.STOREBATCH", f"{ns}_pk", 0, 0, rows, keys.tobytes())
+            conn.ok("V.STOREBATCH", f"{ns}_pv", 0, 0, rows, np.full_like(keys, number).tobytes())
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        number = 0
+        while number < 40 or (answers < 40 and not wrong and number < 2000):
+            number += 1
+            if number % 3 == 0:
+                conn.ok("KV.PREFIX.DROP", "p")
+            elif number % 3 == 1:
+                for ns in ("a", "b"):  # p goes for them
+                    store(ns, 1)
+            store("p", number, *(["REPLACE"] if number % 3 == 2 else []))
+            assert conn.ok("KV.PREFIX.WARM", "p", 1, dim, "s") == "1"
+            if flags:
+                for sid in ("x", "y"):  # s goes cold
+                    conn.ok("KV.PREFIX.WARM", "p", 1, dim, sid)
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong
+    assert answers >= 40
 
 
 # --- rows as they are stored -----------------------------------------------------------------------------------------
