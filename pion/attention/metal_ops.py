@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pion import metal_kernels
+from pion import limits, metal_kernels
 from pion.attention import metal_rows, select
 from pion.attention.merge import F32, Part, nothing
 from pion.attention.metal_rows import HeldRows, Piece, StoredSide
@@ -74,9 +74,20 @@ class MetalBackend(MlxBackend):
     def _array(self, values: NDArray[Any]) -> Any:
         return self.mx.array(np.ascontiguousarray(values))
 
-    def _suffix(self, keys: F32, values: F32, held: Both) -> list[Any]:
-        kind = self.mx.float32 if isinstance(held, HeldRows) else self.kind
-        return [self._array(side).astype(kind) for side in (keys, values)]
+    def _suffix(self, suffix: tuple[F32, F32], held: Both) -> list[Any] | None:
+        """Keys and values of a suffix as the kernels take them beside `held`; None: in a pass of their own, since they
+        are not as what is held, or half precision does not hold them."""
+        if isinstance(held, HeldRows) or (
+            self.kind == self.mx.float16 and not all((np.abs(side) <= limits.FP16_MAX).all() for side in suffix)
+        ):
+            return None
+        return [self._array(side).astype(self.kind) for side in suffix]
+
+    def _alone(self, q: Any, suffix: tuple[F32, F32], head_map: Any, how: Any) -> tuple[Any, Any]:
+        """Attention of q (H_q, M, D) over a suffix alone."""
+        none = self.mx.zeros((suffix[0].shape[0], 0, q.shape[2]))
+        given = [self._array(side) for side in suffix]
+        return metal_kernels.fused(q, none, none, *given, scale=1.0, head_map=head_map, how=how)
 
     def dense(self, held: Both, queries: F32, first: int = 0) -> Part:
         """Attention of queries (H, R, D) over the keys from `first` on: out (H, R, D), lse (H, R)."""
@@ -124,12 +135,10 @@ class MetalBackend(MlxBackend):
         heads, rows, dim = queries.shape
         with self._lock:
             q = self._array(queries).reshape(heads * rows // length, length, dim)
-            suffix = self._suffix(keys, values, held)
+            suffix = self._suffix((keys, values), held)
             how = self._how(held, q.shape, suffix=keys.shape[1])
-            if isinstance(held, HeldRows):
-                none = self.mx.zeros((heads, 0, dim))
-                parts = self._parts(held, q, first, how)
-                parts.append(metal_kernels.fused(q, none, none, *suffix, scale=1.0, how=how))
+            if suffix is None or isinstance(held, HeldRows):
+                parts = [self._dense(held, q, first), self._alone(q, (keys, values), None, how)]
                 out, lse = self._numpy(self._joined(parts, how))
             else:
                 window = held.keys.shape[1] - first if first else 0
@@ -196,26 +205,25 @@ class MetalBackend(MlxBackend):
             chosen = metal_kernels.select(
                 q, stats, k_top, selector=selector, scale=1.0, head_map=head_map, how=how
             )  # fmt: skip
-            more = self._suffix(*suffix, held) if suffix is not None and tail else []
+            parts = []
+            more = self._suffix(suffix, held) if suffix is not None else []
+            if suffix is not None and more is None:
+                parts.append(self._alone(q[:, None], suffix, head_map, how))
             if isinstance(held, HeldRows):
                 numbers = np.array(chosen)
-                count = held.shape[1]
-                where = np.concatenate(
-                    [np.arange(*run) for run in select.runs(numbers[numbers >= 0].tolist(), block, count, first)]
+                found = select.runs(numbers[numbers >= 0].tolist(), block, held.shape[1], first)
+                some = self._some(held, np.concatenate([np.arange(*run) for run in found]))
+                how = self._how(some, (heads, 1, dim))
+                parts.append(metal_kernels.dense(q[:, None], *some, scale=1.0, head_map=head_map, how=how))
+            else:
+                window = held.keys.shape[1] - first if first else 0
+                how = self._how(held, (heads, 1, dim), suffix=tail, picked=k_top + 1, block=block)
+                out, lse = metal_kernels.gather_blocks(
+                    q, *held, chosen, block, *(more or []), scale=1.0, window=window, head_map=head_map, how=how
                 )
-                some, q = self._some(held, where), q[:, None]
-                how = self._how(some, q.shape, suffix=tail)
-                given: dict[str, Any] = {"scale": 1.0, "head_map": head_map, "how": how}
-                attend = metal_kernels.fused if more else metal_kernels.dense
-                out, lse = self._numpy(attend(q, *some, *more, **given))
-                return out[:, 0], lse[:, 0]
-            window = held.keys.shape[1] - first if first else 0
-            how = self._how(held, (heads, 1, dim), suffix=tail, picked=k_top + 1, block=block)
-            return self._numpy(
-                metal_kernels.gather_blocks(
-                    q, *held, chosen, block, *more, scale=1.0, window=window, head_map=head_map, how=how
-                )
-            )
+                parts.append((out[:, None], lse[:, None]))
+            out, lse = self._numpy(self._joined(parts, how))
+            return out[:, 0], lse[:, 0]
 
     def picked(self, held: Both, queries: F32, positions: Sequence[NDArray[np.int64]]) -> Part:
         """Attention of one query a head, (H, D), over the keys at its own positions: out (H, D), lse (H,)."""

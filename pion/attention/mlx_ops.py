@@ -68,8 +68,8 @@ class MlxBackend:
 
     def suffix(self, keys: F32, values: F32, queries: F32, visible: NDArray[np.int64]) -> Part:
         """Attention over keys (H, S, D) that are not held; row r of the queries sees the first `visible[r]` of them."""
-        with self._lock:
-            k, v = (self.mx.array(np.ascontiguousarray(side)).astype(self.kind) for side in (keys, values))
+        with self._lock:  # as they came: half precision need not hold them
+            k, v = (self.mx.array(np.ascontiguousarray(side)) for side in (keys, values))
             return self._attend(queries, k, v, visible)
 
     def over(self, held: Held, queries: F32, runs: Sequence[tuple[int, int]]) -> Part:
@@ -139,13 +139,13 @@ class MlxBackend:
         outs, sums = [], []
         step = max(1, _TILE // (heads * count))
         for row in range(0, rows, step):
-            q = mx.array(np.ascontiguousarray(queries[:, row : row + step])).astype(self.kind)
+            q = mx.array(np.ascontiguousarray(queries[:, row : row + step])).astype(keys.dtype)
             logits = (q @ keys.swapaxes(1, 2)).astype(mx.float32)
             if visible is not None:
                 seen = mx.arange(count) < mx.array(visible[row : row + step].astype(np.int32))[:, None]
                 logits = mx.where(seen, logits, -mx.inf)
             lse = mx.logsumexp(logits, axis=2, keepdims=True)
-            out = (mx.exp(logits - lse).astype(self.kind) @ values).astype(mx.float32)
+            out = (mx.exp(logits - lse).astype(keys.dtype) @ values).astype(mx.float32)
             mx.eval(out, lse)
             outs.append(np.array(out))
             sums.append(np.array(lse)[:, :, 0])

@@ -20,7 +20,9 @@ BACKENDS = (
     ("cpu", False),
     ("cpu", True),
     ("mlx", False),
+    ("mlx", True),
     ("twins", False),
+    ("twins", True),
     pytest.param(("metal", False), marks=pytest.mark.slow),
     pytest.param(("metal", True), marks=pytest.mark.slow),
 )
