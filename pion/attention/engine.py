@@ -101,9 +101,11 @@ class AttentionEngine:
             raise ValueError(f"unsupported D? supported: {limits.ATTEND_HEAD_DIMS}")
         self._check_size(sum(run.nbytes for side in (keys, values) for run in side.runs))
         held = backend.hold_rows(heads, dim, count, keys, values)
-        if held is not None:
-            self.slots.put((sid, layer), Layer((heads, count, dim), held))
-        return held is not None
+        if held is None:
+            return False
+        self._check_size(held.nbytes)  # with what it needs besides
+        self.slots.put((sid, layer), Layer((heads, count, dim), held))
+        return True
 
     def _check_size(self, nbytes: int) -> None:
         if nbytes > self.slots.max_bytes:

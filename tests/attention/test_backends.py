@@ -45,6 +45,16 @@ def test_dense(ops: Backend, dim: int, rows: int, count: int) -> None:
         assert np.abs(ops.sums(ops.hold(k, v), scaled, first) - want[1]).max() <= bound(ops)
 
 
+def test_every_multiple_of_8_up_to_512_is_a_head_size(ops: Backend) -> None:
+    # Each size is another kernel; the emulator takes seconds to compile three of them.
+    emulated = isinstance(ops, MetalBackend) and not isinstance(ops.how, str)
+    for dim in range(8, 513, 72 if emulated else 8):
+        q, scaled, k, v = case(2, 1, 20, dim)
+        held, want = ops.hold(k, v), ref.attend(q.astype(np.float64), k, v)
+        assert np.abs(ops.dense(held, scaled)[0] - want[0]).max() <= bound(ops), dim
+        assert ops.table(held, 8, "quest")[1].shape == (2, 3, dim)
+
+
 def test_many_queries_are_computed_piece_by_piece(ops: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     q, scaled, k, v = case(2, 9, 50, 16)
     monkeypatch.setattr("pion.attention.numpy_ops._TILE", 2 * 50 * 2)
