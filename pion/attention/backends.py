@@ -13,7 +13,7 @@ from pion.attention import choice
 from pion.attention.merge import F32, Part
 from pion.attention.numpy_ops import NumpyBackend
 
-__all__ = ["Backend", "make"]
+__all__ = ["AtOnce", "Backend", "make"]
 
 log = logging.getLogger("pion.attention")
 
@@ -24,10 +24,12 @@ class Backend(Protocol):
     Attributes:
         name: `cpu`, `mlx` or `metal`.
         device: what it computes on, in a word.
+        at_once: it is an `AtOnce`.
     """
 
     name: str
     device: str
+    at_once: bool
 
     def hold(self, keys: F32, values: F32) -> Any: ...
     def dense(self, held: Any, queries: F32, first: int = 0) -> Part: ...
@@ -37,6 +39,18 @@ class Backend(Protocol):
     def sums(self, held: Any, queries: F32, first: int = 0) -> F32: ...
     def means(self, held: Any, block: int) -> F32: ...
     def extremes(self, held: Any, block: int) -> tuple[F32, F32]: ...
+    def table(self, held: Any, block: int, selector: str) -> tuple[Any, ...]: ...
+
+
+class AtOnce(Backend, Protocol):
+    """One that does more in one pass over its device, and computes with rows as they are stored. See `metal_ops`."""
+
+    def hold_rows(self, heads: int, dim: int, count: int, keys: Any, values: Any) -> Any: ...
+    def fused(self, held: Any, queries: F32, keys: F32, values: F32, length: int, first: int = 0) -> Part: ...
+    def sparse(
+        self, held: Any, queries: F32, head_map: NDArray[np.int64], table: tuple[Any, ...], block: int, k_top: int,
+        selector: str, suffix: tuple[F32, F32] | None, first: int,
+    ) -> Part: ...  # fmt: skip
 
 
 def make(mode: str, half: bool) -> Backend:

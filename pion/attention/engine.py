@@ -6,17 +6,20 @@ Nothing here survives the process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pion import limits
 from pion.attention import select
-from pion.attention.backends import Backend, make
-from pion.attention.fold import Map, fold_of
+from pion.attention.backends import AtOnce, Backend, make
+from pion.attention.fold import Fold, fold_of
 from pion.attention.merge import F32, Part, merge, with_sinks
 from pion.attention.slots import COLD, HIT, MISS, Layer, Shape, Slots
+
+if TYPE_CHECKING:
+    from pion.attention.metal_rows import StoredSide
 
 __all__ = ["COLD", "HIT", "MISS", "AttentionEngine", "supported"]
 
@@ -68,12 +71,49 @@ class AttentionEngine:
             raise ValueError(f"k {k.shape} and v {v.shape} must both be (H, N, D)")
         if not supported(dim):
             raise ValueError(f"unsupported D? supported: {limits.ATTEND_HEAD_DIMS}")
-        size = 2 * heads * count * dim * (2 if self.half else 4)
-        if size > self.slots.max_bytes:
-            raise ValueError(f"{size} bytes are more than --attend-max-bytes {self.slots.max_bytes}")
+        self._check_size(2 * heads * count * dim * (2 if self.half else 4))
         if self.half and not (np.abs(k).max() <= limits.FP16_MAX and np.abs(v).max() <= limits.FP16_MAX):
             raise ValueError(f"values beyond {limits.FP16_MAX:g} do not fit into half precision")
         self.slots.put((sid, layer), Layer(shape, self.backend.hold(k, v)))
+
+    def store_rows(
+        self, sid: bytes, layer: int, heads: int, dim: int, count: int, keys: StoredSide, values: StoredSide
+    ) -> bool:
+        """Take over a layer as its rows are stored, in place of what was there, where the backend computes with such
+        rows: they take the memory of their format, and answers are those over the decoded rows, to the rounding of
+        fp32.
+
+        Args:
+            heads, dim: of a row.
+            count: rows.
+            keys, values: what they are; they are read only if they are taken.
+
+        Returns:
+            Whether they were taken over; if not, `store` them decoded.
+
+        Raises:
+            ValueError: the head size is not supported, or they are more than `max_bytes`.
+        """
+        backend = self._at_once
+        if backend is None:
+            return False
+        if not supported(dim):
+            raise ValueError(f"unsupported D? supported: {limits.ATTEND_HEAD_DIMS}")
+        self._check_size(sum(run.nbytes for side in (keys, values) for run in side.runs))
+        held = backend.hold_rows(heads, dim, count, keys, values)
+        if held is None:
+            return False
+        self._check_size(held.nbytes)  # with what it needs besides
+        self.slots.put((sid, layer), Layer((heads, count, dim), held))
+        return True
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes > self.slots.max_bytes:
+            raise ValueError(f"{nbytes} bytes are more than --attend-max-bytes {self.slots.max_bytes}")
+
+    @property
+    def _at_once(self) -> AtOnce | None:
+        return cast(AtOnce, self.backend) if self.backend.at_once else None
 
     def lookup(self, sid: bytes, layer: int) -> str:
         """`HIT` (warm), `COLD` or `MISS`. No use is noted."""
@@ -154,18 +194,21 @@ class AttentionEngine:
             raise ValueError(f"q {q.shape}, k_suf {k_suf.shape} and v_suf {v_suf.shape} do not fit")
         fold = fold_of(head_map, heads, kv_heads)
         found = self.slots.use((sid, layer), kv_heads, dim)
-        queries, first = fold.inward(_scaled(q)), self._first(found.shape[1], window)
-        at_once = getattr(self.backend, "fused", None)  # in one pass over the device
-        if suffix and at_once is not None:
-            part = at_once(found.held, queries, k_suf, v_suf, rows, first)
-        else:
-            parts = [self.backend.dense(found.held, queries, first)]
-            if suffix:
-                visible = np.minimum(max(suffix - rows, 0) + np.arange(rows) + 1, suffix)
-                parts.append(self.backend.suffix(k_suf, v_suf, queries, np.tile(visible, fold.share)))
-            part = merge(parts)
-        out, lse = fold.outward(part)
-        return with_sinks((out, lse), _sinks(sinks, q.shape))[0]
+        first = self._first(found.shape[1], window)
+        part = self._over_both(found, fold.inward(_scaled(q)), (k_suf, v_suf) if suffix else None, rows, first)
+        return with_sinks(fold.outward(part), _sinks(sinks, q.shape))[0]
+
+    def _over_both(self, found: Layer, queries: F32, suffix: tuple[F32, F32] | None, rows: int, first: int) -> Part:
+        """Attention over the prefix from `first` on, and causally over a suffix: queries (H, share * rows, D)."""
+        if suffix is None:
+            return self.backend.dense(found.held, queries, first)
+        backend = self._at_once
+        if backend is not None:
+            return backend.fused(found.held, queries, *suffix, rows, first)
+        count = suffix[0].shape[1]
+        visible = np.minimum(max(count - rows, 0) + np.arange(rows) + 1, count)
+        own = self.backend.suffix(*suffix, queries, np.tile(visible, queries.shape[1] // rows))
+        return merge([self.backend.dense(found.held, queries, first), own])
 
     def query_sparse(
         self,
@@ -248,46 +291,56 @@ class AttentionEngine:
         count = found.shape[1]
         first = self._first(count, window)
         queries = _scaled(q)
-        runs = select.runs(self._blocks(found, queries, fold.head_map, block, k_top, selector), block, count, first)
         folded = fold.inward(queries[:, None])
-        whole = runs == [(first, count)]
-        if whole:
-            prefix = self.backend.dense(found.held, folded, first)
-        else:
-            prefix = self.backend.over(found.held, folded, runs)
-        parts = [prefix]
-        if k_suf is not None and v_suf is not None and k_suf.shape[1]:
-            visible = np.full(folded.shape[1], k_suf.shape[1], np.int64)
-            parts.append(self.backend.suffix(k_suf, v_suf, folded, visible))
+        suffix = (k_suf, v_suf) if k_suf is not None and v_suf is not None and k_suf.shape[1] else None
         sink = _sinks(sinks, (heads, 1, dim))
-        out, lse = with_sinks(fold.outward(merge(parts)), sink)
+        whole = k_top >= -(-count // block)
+        if whole:
+            part = fold.outward(self._over_both(found, folded, suffix, 1, first))
+        else:
+            part = self._over_blocks(found, queries, fold, block, k_top, selector, suffix, first)
+        out, lse = with_sinks(part, sink)
         if not with_mass:
             return out[:, 0], np.zeros(heads, np.float32)
         if whole:
             return out[:, 0], np.ones(heads, np.float32)
-        everything = [(np.zeros_like(folded), self.backend.sums(found.held, folded, first)), *parts[1:]]
+        everything = [(np.zeros_like(folded), self.backend.sums(found.held, folded, first))]
+        if suffix is not None:
+            everything.append(self._suffix(suffix, folded))
         _, full = with_sinks(fold.outward(merge(everything)), sink)
         return out[:, 0], _mass(lse[:, 0], full[:, 0])
 
-    def _blocks(
-        self, found: Layer, queries: F32, head_map: Map, block: int, k_top: int, selector: str
-    ) -> Sequence[int]:
-        count = -(-found.shape[1] // block)
-        if k_top >= count:
-            return range(count)
-        table = self._table(found, block, selector)
-        if selector == select.QUEST:
-            return select.best(select.quest_scores(queries, head_map, *table), k_top)
-        return select.best(select.mean_scores(queries, head_map, *table), k_top)
+    def _over_blocks(
+        self, found: Layer, queries: F32, fold: Fold, block: int, k_top: int, selector: str,
+        suffix: tuple[F32, F32] | None, first: int,
+    ) -> Part:  # fmt: skip
+        """Attention of queries (H_q, D) over chosen blocks and all of a suffix: (H_q, 1, D) and (H_q, 1)."""
+        backend, table = self._at_once, self._table(found, block, selector)
+        if backend is not None:
+            out, lse = backend.sparse(
+                found.held, queries, fold.head_map, table, block, k_top, selector, suffix, first
+            )  # fmt: skip
+            return out[:, None], lse[:, None]
+        scores = (select.quest_scores if selector == select.QUEST else select.mean_scores)(
+            queries, fold.head_map, *table
+        )
+        runs = select.runs(select.best(scores, k_top), block, found.shape[1], first)
+        folded = fold.inward(queries[:, None])
+        parts = [self.backend.over(found.held, folded, runs)]
+        if suffix is not None:
+            parts.append(self._suffix(suffix, folded))
+        return fold.outward(merge(parts))
 
-    def _table(self, found: Layer, block: int, selector: str) -> tuple[F32, ...]:
+    def _suffix(self, suffix: tuple[F32, F32], queries: F32) -> Part:
+        """Attention over all of a suffix."""
+        visible = np.full(queries.shape[1], suffix[0].shape[1], np.int64)
+        return self.backend.suffix(*suffix, queries, visible)
+
+    def _table(self, found: Layer, block: int, selector: str) -> tuple[Any, ...]:
         """What the selector needs of each block; computed at the first query of a layer."""
         table = self.slots.table(found, (block, selector))
         if table is None:
-            backend = self.backend
-            table = (
-                backend.extremes(found.held, block) if selector == select.QUEST else (backend.means(found.held, block),)
-            )
+            table = self.backend.table(found.held, block, selector)
             self.slots.keep_table(found, (block, selector), table)
         return table
 

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion.attention.merge import F32, Part, nothing
+from pion.attention.select import QUEST
 
 __all__ = ["Held", "MlxBackend"]
 
 _TILE: Final = 8 << 20  # logits at a time; more queries are computed piece by piece
+_CACHE: Final = 256 << 20  # bytes that MLX's allocator may keep of what was freed; on a GPU it would keep all
 
 
 class Held(NamedTuple):
@@ -39,6 +41,7 @@ class MlxBackend:
     """
 
     name = "mlx"
+    at_once = False
 
     def __init__(self, half: bool = False) -> None:
         import mlx.core as mx
@@ -46,6 +49,8 @@ class MlxBackend:
         self.mx = mx
         self.kind = mx.float16 if half else mx.float32
         self.device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+        if self.device == "gpu":
+            mx.set_cache_limit(_CACHE)
         # One graph at a time: the device is one, and graphs that were built in several threads queue up there anyway.
         self._lock = threading.Lock()
 
@@ -63,8 +68,8 @@ class MlxBackend:
 
     def suffix(self, keys: F32, values: F32, queries: F32, visible: NDArray[np.int64]) -> Part:
         """Attention over keys (H, S, D) that are not held; row r of the queries sees the first `visible[r]` of them."""
-        with self._lock:
-            k, v = (self.mx.array(np.ascontiguousarray(side)).astype(self.kind) for side in (keys, values))
+        with self._lock:  # as they came: half precision need not hold them
+            k, v = (self.mx.array(np.ascontiguousarray(side)) for side in (keys, values))
             return self._attend(queries, k, v, visible)
 
     def over(self, held: Held, queries: F32, runs: Sequence[tuple[int, int]]) -> Part:
@@ -103,6 +108,10 @@ class MlxBackend:
             q = mx.array(np.ascontiguousarray(queries)).astype(self.kind)
             return np.array(mx.logsumexp((q @ held.keys[:, first:].swapaxes(1, 2)).astype(mx.float32), axis=2))
 
+    def table(self, held: Held, block: int, selector: str) -> tuple[Any, ...]:
+        """What `selector` needs of each block: `means`, or `extremes`."""
+        return self.extremes(held, block) if selector == QUEST else (self.means(held, block),)
+
     def means(self, held: Held, block: int) -> F32:
         """The mean key of each block of `block` positions: (H, blocks, D)."""
         with self._lock:
@@ -130,13 +139,13 @@ class MlxBackend:
         outs, sums = [], []
         step = max(1, _TILE // (heads * count))
         for row in range(0, rows, step):
-            q = mx.array(np.ascontiguousarray(queries[:, row : row + step])).astype(self.kind)
+            q = mx.array(np.ascontiguousarray(queries[:, row : row + step])).astype(keys.dtype)
             logits = (q @ keys.swapaxes(1, 2)).astype(mx.float32)
             if visible is not None:
                 seen = mx.arange(count) < mx.array(visible[row : row + step].astype(np.int32))[:, None]
                 logits = mx.where(seen, logits, -mx.inf)
             lse = mx.logsumexp(logits, axis=2, keepdims=True)
-            out = (mx.exp(logits - lse).astype(self.kind) @ values).astype(mx.float32)
+            out = (mx.exp(logits - lse).astype(keys.dtype) @ values).astype(mx.float32)
             mx.eval(out, lse)
             outs.append(np.array(out))
             sums.append(np.array(lse)[:, :, 0])

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pion._core import quant
 from pion.attention.merge import F32, Part, nothing
+from pion.attention.select import QUEST
 
 __all__ = ["Held", "NumpyBackend", "calm_blas"]
 
@@ -60,6 +61,7 @@ class NumpyBackend:
 
     name = "cpu"
     device = "numpy"
+    at_once = False
 
     def __init__(self, half: bool = False) -> None:
         self.kind: Any = np.float16 if half else np.float32
@@ -126,6 +128,10 @@ class NumpyBackend:
             base = np.where(np.isfinite(top), top, np.float32(0))
             lse[head] = base + np.log(np.exp(logits - base[:, None]).sum(axis=1))
         return lse
+
+    def table(self, held: Held, block: int, selector: str) -> tuple[F32, ...]:
+        """What `selector` needs of each block: `means`, or `extremes`."""
+        return self.extremes(held, block) if selector == QUEST else (self.means(held, block),)
 
     def means(self, held: Held, block: int) -> F32:
         """The mean key of each block of `block` positions: (H, blocks, D)."""

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pion.attention.merge import F32
 from pion.errors import AttentionMissError, ColdMissError
 
 __all__ = ["COLD", "HIT", "MISS", "Layer", "Shape", "Slots"]
@@ -31,11 +30,11 @@ class Layer:
 
     shape: Shape
     held: Any
-    tables: OrderedDict[tuple[int, str], tuple[F32, ...]] = field(default_factory=OrderedDict)
+    tables: OrderedDict[tuple[int, str], tuple[Any, ...]] = field(default_factory=OrderedDict)
 
     @property
     def nbytes(self) -> int:
-        return int(self.held.nbytes) + sum(array.nbytes for table in self.tables.values() for array in table)
+        return int(self.held.nbytes + sum(array.nbytes for table in self.tables.values() for array in table))
 
 
 class Slots:
@@ -131,12 +130,12 @@ class Slots:
             found |= {key[1]: (COLD, shape) for key, shape in self._cold.items() if key[0] == sid}
         return dict(sorted(found.items()))
 
-    def table(self, layer: Layer, name: tuple[int, str]) -> tuple[F32, ...] | None:
+    def table(self, layer: Layer, name: tuple[int, str]) -> tuple[Any, ...] | None:
         """The block table of that name, if it is kept."""
         with self._lock:
             return layer.tables.get(name)
 
-    def keep_table(self, layer: Layer, name: tuple[int, str], table: tuple[F32, ...]) -> None:
+    def keep_table(self, layer: Layer, name: tuple[int, str], table: tuple[Any, ...]) -> None:
         """Keep a block table with its layer, if that is still warm; it counts as memory of the layer."""
         with self._lock:
             before = layer.nbytes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pion import limits
+from pion._core.stream import Extents
 from pion.commands import kv
+from pion.commands.attend_sources import SUFFIX, Sources
 from pion.errors import ColdMissError, CommandError
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ T = TypeVar("T")
 #: What commands answer without an engine; which one answers what is part of the published behaviour.
 NO_ENGINE: Final = "ERR attention engine not available (start with --metal-attention or --cuda-attention)"
 NO_METAL: Final = "ERR Metal attention not available (start with --metal-attention)"
-_SUFFIX: Final = b"_attn"  # clients keep the K/V of a namespace under its name with this behind it
 
 
 class _Load:
-    """A prefix that is being loaded."""
+    """A prefix that is being loaded. dropped: it is another one by now."""
 
     def __init__(self, ns: bytes) -> None:
         self.ns, self.dropped = ns, False
+        self.rows = limits.MAX_ROWS  # until they are known
 
 
 class Attention:
@@ -43,7 +44,7 @@ class Attention:
         self._building = threading.Lock()  # held for as long as it takes to load mlx
         self._lock = threading.Lock()
         self._loading: list[_Load] = []
-        self._sources: OrderedDict[bytes, bytes] = OrderedDict()  # session -> the namespace it was warmed from
+        self._sources = Sources(lambda: self._made.sessions() if self._made is not None else set())
 
     def configure(self, options: Any) -> None:
         """Take over the options of a server."""
@@ -130,8 +131,10 @@ class Attention:
         engine = self.engine()
         sides = ns + b"_pk", ns + b"_pv"
         done = skipped = 0
-        with self._load_of(ns, sid):
-            for layer, rows, width in _both(store, *sides):
+        with self._load_of(ns, sid) as load:
+            found = _both(store, *sides)
+            load.rows = max((rows for _, rows, _ in found), default=0)
+            for layer, rows, width in found:
                 own = heads if width == heads * dim else width // dim
                 if width <= 0 or own * dim != width:
                     skipped += 1
@@ -141,40 +144,51 @@ class Attention:
         return done, skipped
 
     @contextlib.contextmanager
-    def _load_of(self, ns: bytes, sid: bytes) -> Iterator[None]:
-        """Around loading a prefix into a session: when it is dropped meanwhile, nothing of it stays."""
+    def _load_of(self, ns: bytes, sid: bytes) -> Iterator[_Load]:
+        """Around loading a prefix into a session: when it is dropped or changed meanwhile, nothing of it stays."""
         load = _Load(ns)
         with self._lock:
             self._loading.append(load)
-            self._sources[sid] = ns
-            self._sources.move_to_end(sid)
-            while len(self._sources) > self.warm_slots + self.cold_slots:
-                self._sources.popitem(last=False)
         try:
-            yield
+            yield load
         finally:
             with self._lock:
                 self._loading.remove(load)
-            if load.dropped:
-                self.engine().drop(sid)
+                if load.dropped:
+                    self._end({sid}, [])
+                else:
+                    self._sources.note(sid, ns, load.rows, self.warm_slots + self.cold_slots)
+
+    def redefined(self, ns: bytes, start: int | None) -> None:
+        """A name stands for another prefix, or rows from `start` on of what it stands for are others than before: what
+        is held of them ends. Called by the store, with its lock held."""
+        if self._made is None:
+            return
+        with self._lock:
+            gone = self._sources.sessions(ns, start or 0)
+            if start is None:
+                gone.add(ns + SUFFIX)
+            loads = [load for load in self._loading if load.ns == ns and (start or 0) < load.rows]
+            self._end(gone, loads)
 
     def forget(self, *names: bytes) -> None:
-        """Prefixes were dropped or replaced: what is held of them could be another one's K/V from now on."""
+        """Prefixes were dropped: what is held of them could be another one's K/V from now on."""
         with self._lock:
-            gone = {ns + _SUFFIX for ns in names} | {sid for sid, ns in self._sources.items() if ns in names}
-            self._end(gone, [load for load in self._loading if load.ns in names])
+            for ns in names:
+                gone = {ns + SUFFIX} | self._sources.sessions(ns)
+                self._end(gone, [load for load in self._loading if load.ns == ns])
 
     def forget_all(self) -> None:
         """All prefixes were dropped."""
         with self._lock:
             held = self._made.sessions() if self._made is not None else set()
-            self._end({*self._sources, *(sid for sid in held if sid.endswith(_SUFFIX))}, self._loading)
+            self._end(self._sources.all() | {sid for sid in held if sid.endswith(SUFFIX)}, self._loading)
 
     def _end(self, gone: set[bytes], loads: list[_Load]) -> None:
         for load in loads:
             load.dropped = True
         for sid in gone:
-            self._sources.pop(sid, None)
+            self._sources.forget(sid)
             if self._made is not None:
                 self._made.drop(sid)
 
@@ -182,7 +196,8 @@ class Attention:
         """Load one cold layer from the prefix it belongs to, if that is stored as it was here. Blocking."""
         engine = self.engine()
         shape = engine.shape(sid, layer)
-        ns = self._sources.get(sid) or sid.removesuffix(_SUFFIX)
+        with self._lock:
+            ns = self._sources.prefix(sid)
         if shape is None or not ns.startswith(kv.ns_prefix(ctx)) or not ctx.engine.kvcache:
             return False
         heads, count, dim = shape
@@ -190,7 +205,8 @@ class Attention:
         try:
             for found, rows, width in _both(ctx.engine, *sides):
                 if found == layer and rows == count and width == heads * dim:
-                    with self._load_of(ns, sid):
+                    with self._load_of(ns, sid) as load:
+                        load.rows = rows
                         _load(engine, ctx.engine, sides, layer, rows, (sid, heads, dim))
                     return True
         except CommandError:  # dropped, incomplete or damaged: as good as not stored
@@ -233,6 +249,11 @@ def _load(
     import numpy as np
 
     sid, heads, dim = to
+    try:
+        if _load_as_stored(engine, store, sides, layer, rows, to):
+            return
+    except ValueError as error:
+        raise CommandError(f"ERR KV.PREFIX.WARM failed (layer {layer}: {error})") from error
     arrays = []
     for side in sides:
         body = store.v_read(side, layer, 0, rows)
@@ -244,6 +265,31 @@ def _load(
         engine.store(sid, layer, *arrays)
     except ValueError as error:
         raise CommandError(f"ERR KV.PREFIX.WARM failed (layer {layer}: {error})") from error
+
+
+def _load_as_stored(
+    engine: AttentionEngine, store: Any, sides: tuple[bytes, bytes], layer: int, rows: int, to: tuple[bytes, int, int]
+) -> bool:
+    """The same without decoding, where the backend computes with such rows. Whether it does."""
+    if not engine.backend.at_once:
+        return False
+    from pion.attention.metal_rows import Run, StoredSide
+
+    given = []
+    for side in sides:
+        found = store.v_read_stored(side, layer, 0, rows)
+        if found is None or any(run.missing for run in found.runs):
+            return False
+        runs = [Run(run.fmt, run.start, run.rows, run.nbytes) for run in found.runs]
+        given.append(StoredSide(found.theta, runs, functools.partial(_bytes_of, found)))
+    sid, heads, dim = to
+    return engine.store_rows(sid, layer, heads, dim, rows, *given)
+
+
+def _bytes_of(found: Any) -> bytearray:
+    data = bytearray(found.nbytes)
+    Extents(found.segments).readinto(data)
+    return data
 
 
 @functools.cache

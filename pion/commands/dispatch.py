@@ -118,6 +118,8 @@ class Dispatcher:
         if options is not None:
             self.server.bound_memory(options.maxmemory, options.maxmemory_policy)
             self.server.attention.configure(options)
+            if engine is not None:
+                engine.on_new_meaning(self.server.attention.redefined)
             self.server.slowlog.threshold_us = options.slowlog_log_slower_than
             self.server.slowlog.max_len = options.slowlog_max_len
         self._plane: Any = None

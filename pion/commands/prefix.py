@@ -138,7 +138,7 @@ def register(ctx: Context, argv: list[bytes]) -> Any:
     _check_shape(ctx, ns, {kv_dim}, options)
     engine.register(ns, kv_dim, code, **options)
     if "replace" in options:
-        ctx.server.attention.forget(ns)
+        ctx.server.attention.forget(ns)  # also where the description is the same: the rows will not be
     return kv.acknowledged(ctx, OK)
 
 
@@ -160,7 +160,7 @@ def register_schema(ctx: Context, argv: list[bytes]) -> Any:
         raise CommandError("ERR LAYERS must be the number of layers of the schema")
     engine.register_schema(ns, k_layers, v_layers, **options)
     if "replace" in options:
-        ctx.server.attention.forget(ns)
+        ctx.server.attention.forget(ns)  # also where the description is the same: the rows will not be
     return kv.acknowledged(ctx, OK)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from pion.metal_kernels import attention_ops
 from pion.metal_kernels.bodies import BODIES
 from pion.metal_kernels.device import Device
+from pion.metal_kernels.fits import MOST_BLOCKS
 from pion.metal_kernels.plans import Heads, device_of, kv_heads, scale_bits
 
 __all__ = ["MOST_BLOCKS", "SELECTORS", "Stats", "block_stats", "select"]
 
 SELECTORS: Final = ("block_mean", "quest")
-MOST_BLOCKS: Final = 16384  # their flags are in threadgroup memory
 
 
 class Stats(NamedTuple):
@@ -86,14 +86,14 @@ def select(
     stored, blocks = stats.mean.shape[:2]
     if most < 1 or stats.mean.shape[2] != dim:
         raise ValueError(f"{most} blocks of statistics {stats.mean.shape} for queries {q.shape}")
-    if blocks > MOST_BLOCKS:
-        raise ValueError(f"{blocks} blocks: {MOST_BLOCKS} are supported, use larger ones")
     kv_of = kv_heads(heads, stored, head_map)
     most = min(most, blocks)
     low, high = (stats.low, stats.high) if selector == "quest" else (stats.mean, stats.mean)
     factor = dim**-0.5 if scale is None else scale
     if how == "ops":
         return attention_ops.select(q, low, high, kv_of, most, factor)
+    if blocks > MOST_BLOCKS:
+        raise ValueError(f"{blocks} blocks: {MOST_BLOCKS} are supported, use larger ones")
     device = device_of(how)
     (scores,) = device.call(
         BODIES["block_scores"],

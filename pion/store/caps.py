@@ -72,6 +72,7 @@ class Caps:
     if TYPE_CHECKING:
 
         def drop(self, entry: Entry, reason: str) -> None: ...
+        def means_anew(self, entry: Entry, start: int | None) -> None: ...
         def held_bytes(self) -> int: ...
 
     def make_slots(self, sessions: int, keep: Entry | None = None, *, entries: int = 0) -> None:
@@ -194,6 +195,7 @@ class Caps:
     def expire_one(self, entry: Entry) -> None:
         """The same of one entry. Raises StorageError."""
         self.drop(entry, "expired: the time to live that EXPIRE gave it has ended")
+        self.means_anew(entry, None)
         self.expired += 1
 
     def enforce(self) -> None:

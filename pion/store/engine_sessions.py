@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pion._core.stream import Extents
 from pion.store import writes
-from pion.store.entries import CrowdedError
+from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports, Request
 from pion.store.ledger import Ledger
 from pion.store.reading import StoredRows
@@ -36,6 +36,20 @@ class SessionMethods:
 
         def _acknowledge(self) -> None: ...  # of the engine
         def _roomy(self, write: Callable[..., T], *args: Any) -> T: ...
+
+    def on_new_meaning(self, tell: Callable[[bytes, int | None], None]) -> None:
+        """Have somebody told when a name may stand for other rows than before: the name of a prefix, and the first of
+        the rows, or None when the prefix is another one, whatever became of the one before, or its time has ended.
+
+        Args:
+            tell: called with the store's lock held.
+        """
+
+        def told(entry: Entry, start: int | None) -> None:
+            if entry.is_prefix:
+                tell(entry.name, start)
+
+        self._store.on_new_meaning = told
 
     def v_exists(self, sid: bytes) -> bool:
         """Whether the session is there."""
@@ -126,6 +140,10 @@ class SessionMethods:
     def v_read(self, sid: bytes, layer: int, start: int, end: int) -> Extents | None:
         """`v_fetch_range` for this process itself: nothing is served."""
         return self._sessions.fetch_range(sid, layer, start, end, False)
+
+    def v_read_stored(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
+        """`v_fetch_stored` for this process itself: nothing is served."""
+        return self._sessions.fetch_stored(sid, layer, start, end)
 
     def v_fetch_stored(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
         """The same rows as they are stored, with what they are."""

@@ -154,6 +154,7 @@ class Sessions:
             store.touch(entry)
             append = groups.append_rows if vstore.is_keys(about.of(layer)[1]) else writes.append_rows
             append(store, entry, side, layer, start, count, source, blob)
+            store.means_anew(entry, start)
             if store.fragmented is not None:
                 store.fragmented(entry)
 
@@ -200,7 +201,7 @@ class Sessions:
     def finish_store(self, sink: Write, fmt: str) -> None:
         """The body has arrived and is of this format."""
         about = sink.entry.sides[sink.side]
-        width = 4 if fmt == "F32" else 2
+        width, start = 4 if fmt == "F32" else 2, sink.start
         if about is None or sink.nbytes != sink.count * about.of(sink.layer)[0] * width:
             writes.abandon(self.store, sink)
             raise CommandError("ERR V.STOREBATCH: blob size does not fit its format")
@@ -208,6 +209,8 @@ class Sessions:
             groups.publish(self.store, sink, fmt)
         else:
             writes.publish(self.store, sink, fmt)
+        with self.store.lock:
+            self.store.means_anew(sink.entry, start)
         if self.store.fragmented is not None:
             self.store.fragmented(sink.entry)
 
@@ -349,6 +352,7 @@ class Sessions:
                     groups.before_cut(store, entry, side, layer, length)
                     writes.append_payload(store, entry, "V.RESTORE", layout.TRIM, layer=layer, side=side, count=length)
                     rows.trim(side, layer, length)
+                    store.means_anew(entry, length)
             store.recounted(entry, entry.recount)
 
     def release(self, sid: bytes, ident: int) -> int:

@@ -100,6 +100,7 @@ class Store(Caps):
         self.ends: OrderedDict[bytes, str] = OrderedDict()
         self.on_drop: Callable[[Entry], None] | None = None
         self.on_insert: Callable[[Entry], None] | None = None
+        self.on_new_meaning: Callable[[Entry, int | None], None] | None = None
         self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
         self.unlisted = 0  # bytes of files the listing has not come to yet
@@ -255,7 +256,14 @@ class Store(Caps):
         self.opened(entry)
         self.wrote(entry, len(data))
         self.ends.pop(key, None)
+        self.means_anew(entry, None)
         return entry
+
+    def means_anew(self, entry: Entry, start: int | None) -> None:
+        """The entry is another one than what may have had its name, or its time has ended (None); or its rows from
+        `start` on are others than they may have been. The lock is held."""
+        if self.on_new_meaning is not None:
+            self.on_new_meaning(entry, start)
 
     def insert(self, entry: Entry) -> None:
         """Count an entry in."""

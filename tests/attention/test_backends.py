@@ -9,6 +9,7 @@ import pytest
 
 from pion.attention import choice, numpy_ops
 from pion.attention.backends import Backend, make
+from pion.attention.metal_ops import MetalBackend
 from pion.ref import attention as ref
 from tests.support.attention import BACKENDS, backend, cosine, normal
 
@@ -42,6 +43,16 @@ def test_dense(ops: Backend, dim: int, rows: int, count: int) -> None:
         assert np.abs(lse - want[1]).max() <= bound(ops)
         assert cosine(out, want[0]) >= 0.9999
         assert np.abs(ops.sums(ops.hold(k, v), scaled, first) - want[1]).max() <= bound(ops)
+
+
+def test_every_multiple_of_8_up_to_512_is_a_head_size(ops: Backend) -> None:
+    # Each size is another kernel; the emulator takes seconds to compile three of them.
+    emulated = isinstance(ops, MetalBackend) and not isinstance(ops.how, str)
+    for dim in range(8, 513, 72 if emulated else 8):
+        q, scaled, k, v = case(2, 1, 20, dim)
+        held, want = ops.hold(k, v), ref.attend(q.astype(np.float64), k, v)
+        assert np.abs(ops.dense(held, scaled)[0] - want[0]).max() <= bound(ops), dim
+        assert ops.table(held, 8, "quest")[1].shape == (2, 3, dim)
 
 
 def test_many_queries_are_computed_piece_by_piece(ops: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +114,25 @@ def test_blocks(ops: Backend, count: int, block: int) -> None:
     found = ops.extremes(held, block)
     assert np.abs(found[0] - low).max() <= bound(ops)
     assert np.abs(found[1] - high).max() <= bound(ops)
+
+
+def test_a_suffix_that_half_precision_does_not_hold(ops: Backend) -> None:
+    """It comes in fp32, and is computed with as it is."""
+    q, scaled, k, v = case(2, 3, 20, 16)
+    more_k, more_v = normal(7, 2, 4, 16), normal(8, 2, 4, 16) * np.float32(1e6)
+    held, visible = ops.hold(k, v), np.array([2, 3, 4])
+    part = ops.suffix(more_k, more_v, scaled, visible)
+    want = ref.attend(q.astype(np.float64), more_k, more_v, seen=np.arange(4) < visible[:, None])
+    assert np.abs(part[0] - want[0]).max() <= 2e-6 * 1e6
+    if isinstance(ops, MetalBackend):
+        whole = ref.merge([ref.attend(q.astype(np.float64), k, v), want])
+        assert np.abs(ops.fused(held, scaled, more_k, more_v, 3)[0] - whole[0]).max() <= bound(ops) * 1e6
+        table = ops.table(held, 4, "quest")
+        first = ops.sparse(held, scaled[:, 0], np.arange(2), table, 4, 4, "quest", (more_k, more_v), 0)
+        again = ops.sparse(held, scaled[:, 0], np.arange(2), table, 4, 4, "quest", None, 0)
+        all_of_it = ref.attend(q[:, :1].astype(np.float64), more_k, more_v)
+        both = ref.merge([(again[0][:, None], again[1][:, None]), all_of_it])
+        assert np.abs(first[0] - both[0][:, 0]).max() <= 2e-6 * 1e6
 
 
 def test_half_precision_takes_half_the_memory() -> None:

@@ -12,9 +12,20 @@ from pion import limits
 from pion.attention.engine import AttentionEngine
 from pion.errors import AttentionMissError, ColdMissError
 from pion.ref import attention as ref
-from tests.support.attention import cosine, normal
+from tests.support.attention import backend, cosine, normal
 
 SELECTORS = (ref.BLOCK_MEAN, ref.QUEST)
+
+
+@pytest.fixture(
+    autouse=True, params=["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlx", "metal"))]
+)
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every engine of this file computes with this backend."""
+    name: str = request.param
+    backend(name, False)  # skips where it cannot be
+    monkeypatch.setattr("pion.attention.engine.make", lambda _, half: backend(name, half))
+    return name
 
 
 def stored(count: int, heads: int = 2, dim: int = 32, **options: Any) -> tuple[AttentionEngine, Any, Any]:

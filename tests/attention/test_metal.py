@@ -9,7 +9,6 @@ import pytest
 
 from pion.attention.backends import Backend
 from pion.attention.engine import AttentionEngine
-from pion.attention.metal_ops import MetalBackend
 from pion.attention.select import SELECTORS
 from tests.attention.test_backends import (  # noqa: F401 - they run here with the fixture of this file
     test_blocks,
@@ -18,33 +17,12 @@ from tests.attention.test_backends import (  # noqa: F401 - they run here with t
     test_what_is_held_is_a_copy,
 )
 from tests.attention.test_backends import test_dense as dense_of_a_backend
-from tests.metal.emulated import Emulated
-from tests.support import models
-from tests.support.attention import normal
-
-
-class OnMlx(Emulated):
-    """Takes and gives arrays of mlx, as Metal does."""
-
-    def array(self, values: Any) -> Any:
-        return models.mx.array(values)
-
-    def kind(self, array: Any) -> str:
-        return str(array.dtype).rpartition(".")[2]
-
-    def call(self, body: Any, template: Any, inputs: Any, *rest: Any) -> list[Any]:
-        given = {name: np.array(array) for name, array in inputs.items()}
-        return [models.mx.array(out) for out in super().call(body, template, given, *rest)]
-
-
-def emulated(half: bool = False, order: int = 0) -> MetalBackend:
-    models.need_mlx()
-    return MetalBackend(half, how=OnMlx(order))
+from tests.support.attention import metal, normal
 
 
 @pytest.fixture(params=[False, True], ids=["float", "half"])
 def ops(request: pytest.FixtureRequest) -> Backend:
-    return emulated(request.param)
+    return metal(request.param)
 
 
 @pytest.mark.parametrize(("dim", "rows", "count"), [(24, 1, 300), (80, 3, 33), (256, 7, 128)])
@@ -55,7 +33,7 @@ def test_dense(ops: Backend, dim: int, rows: int, count: int) -> None:
 def engines(count: int, heads: int, dim: int, **options: Any) -> list[AttentionEngine]:
     """The same K/V in an engine that computes with kernels, and in one that computes with numpy."""
     both = []
-    for backend in (emulated(order=1), None):
+    for backend in (metal(order=1), None):
         engine = AttentionEngine(backend="cpu", **options)
         engine.backend = backend or engine.backend
         engine.store(b"s", 0, normal(1, heads, count, dim), normal(2, heads, count, dim))

@@ -6,12 +6,14 @@ import struct
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pion.commands import Dispatcher, table
 from pion.config import Options
 from pion.store.engine import Engine
+from tests.support.attention import backend
 from tests.support.memory import MemoryClient
 
 NAMES = sorted(name for name in table.COMMANDS if name.startswith(b"attend.prefix."))
@@ -36,10 +38,13 @@ FORMS: dict[bytes, tuple[bytes, ...]] = {
 }  # fmt: skip
 
 
-@settings(max_examples=400)
+@pytest.mark.parametrize("name", ["cpu", "mlx", "twins"])
+@settings(max_examples=200)
 @given(data=st.data(), half=st.booleans())
-def test_no_internal_errors(data: Any, half: bool) -> None:
-    with Engine(None, memory_only=True, ticker=False) as engine:
+def test_no_internal_errors(name: str, data: Any, half: bool) -> None:
+    made = backend(name, half)
+    with Engine(None, memory_only=True, ticker=False) as engine, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pion.attention.engine.make", lambda *_: made)
         client = MemoryClient(Dispatcher(engine, Options(kvcache=True, metal_attention_fp16=half)))
         blob = data.draw(st.sampled_from([ROW * 2, STRANGE * 2]))
         client.raw(b"attend.prefix.store", b"s", 0, 1, 2, 8, blob, ROW * 2)

@@ -76,6 +76,32 @@ class Emulated:
         return self.libraries(body)[key].run_all(template, inputs, shapes, grid, threads, self.order)
 
 
+class OnMlx(Emulated):
+    """Takes and gives arrays of mlx, as Metal does."""
+
+    def array(self, values: Array) -> Any:
+        import mlx.core as mx
+
+        return mx.array(values)
+
+    def kind(self, array: Any) -> str:
+        return str(array.dtype).rpartition(".")[2]
+
+    def call(
+        self,
+        body: Body,
+        template: Template,
+        inputs: Mapping[str, Any],
+        grid: tuple[int, int, int],
+        threads: int,
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Any]:
+        import mlx.core as mx
+
+        given = {name: np.array(array) for name, array in inputs.items()}
+        return [mx.array(out) for out in super().call(body, template, given, grid, threads, shapes)]
+
+
 class Recorder(Emulated):
     """Runs nothing and notes which kernels would run."""
 
