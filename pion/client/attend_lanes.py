@@ -261,7 +261,7 @@ class AttendLanes(Attend):
             AttendError: the server refused.
         """
         refused = ""
-        if self.forced != "resp" and sinks is None and self.binary.usable(asked):
+        if self.forced in ("", "binary") and sinks is None and self.binary.usable(asked):
             started = time.perf_counter()
             out, refused = self._over_binary(namespace, asked)
             if out is not None:

@@ -16,7 +16,7 @@ from pion.client.attend_lanes import VARIABLE
 from pion.client.attend_methods import AttendMethods
 from pion.client.caches import CacheOptions, Layout, PionMlxCompatError
 from pion.client.connection import Flight, Steps
-from pion.client.errors import LaneError, PrefixMissError
+from pion.client.errors import AttendError, LaneError, PrefixMissError
 from pion.client.identity import cache_identity
 from pion.client.layerwise import LayerMethods
 from pion.client.resident import Resident, Residents
@@ -216,7 +216,10 @@ class Stage2(AttendMethods, LayerMethods):
             raise LaneError(f"{VARIABLE}=process: this process does not hold {namespace!r}; {_ASK}")
         remote = {place: rank for rank, place in enumerate(layout.rows)}
         cache = self._run(self._slots(model, namespace, prefix_len, layout, identity.hex()))
-        found = self._run(loaded(namespace, layout, prefix_len))
+        try:
+            found = self._run(loaded(namespace, layout, prefix_len))
+        except AttendError as error:
+            raise PrefixMissError(f"the server does not hold {namespace!r} for attention: {error}; {_ASK}") from error
         if why := found.wrong(layout, prefix_len):
             raise PrefixMissError(f"the server does not hold {namespace!r} for attention: {why}; {_ASK}")
         if found.layers is None and found.first != "HIT":

@@ -351,7 +351,6 @@ def test_the_published_attributes(cache_of: Callable[..., PionPromptCache]) -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"stage2": True}, "stage2=True is not in this version"),
         ({"checkpoints": 0}, "checkpoints must be a positive number"),
         ({"vquant": "bf16_rope_fp8_body"}, "vquant='bf16_rope_fp8_body' needs a width"),
         ({"v_format": "fp17"}, "unknown v_format 'fp17'"),
