@@ -86,29 +86,25 @@ class PionPrefixCache:
 
     @property
     def state(self) -> Any:
-        """K and V of the suffix, ``()`` before there is one; of a window, what it holds."""
+        """K and V: of the suffix, ``()`` before there is one; where this process holds the prefix, of both; of a window,
+        what it holds. Layers that share K/V read it in some versions of mlx-lm."""
         slot = self._suffix if self._inner is None else self._inner
-        if slot.keys is None or self.offset == self.prefix_len:
+        if self._given is not None:
+            return self._given
+        if slot.keys is None or (self._inner is None and not slot.offset):
             return ()
-        if self._inner is None:
-            return slot.keys[..., : slot.offset, :], slot.values[..., : slot.offset, :]
-        if not self._plain:
+        if self._inner is not None and not self._plain:
             return slot.keys, slot.values
-        return tuple(array[..., self.prefix_len : slot.offset, :] for array in (slot.keys, slot.values))
+        return slot.keys[..., : slot.offset, :], slot.values[..., : slot.offset, :]
 
     @state.setter
     def state(self, state: Any) -> None:
         keys, values = state or (None, None)
-        if self._inner is None:
-            self._suffix.keys, self._suffix.values = keys, values
-            self._suffix.offset = 0 if keys is None else keys.shape[2]
-            self._given, self._waiting = None, False
-            return
-        if not self._plain:
-            raise NotImplementedError("the state of a window is not replaced")
-        self._inner.offset = self.prefix_len
-        if keys is not None:
-            self._inner.update_and_fetch(keys, values)
+        self._given, self._waiting = None, False
+        if self._inner is not None and (keys is None or not self._plain):
+            raise NotImplementedError("the state of a window is not replaced, nor that of a prefix by nothing")
+        slot = self._suffix if self._inner is None else self._inner
+        slot.keys, slot.values, slot.offset = keys, values, 0 if keys is None else keys.shape[2]
 
     @property
     def _plain(self) -> bool:

@@ -45,8 +45,7 @@ def test_every_module_that_bound_it_is_patched_and_put_back() -> None:
     own.scaled_dot_product_attention = original
     own.something_else = original
     other.sdpa = original
-    later = "mlx_lm.models.smollm3" if "mlx_lm.models.smollm3" not in sys.modules else "mlx_lm.models.olmo"
-    sys.modules.pop(later, None)
+    later = next(name for name in ("mlx_lm.models.starcoder2", "mlx_lm.models.phi3") if name not in sys.modules)
     try:
         install_pion_attention_patch()
         patch = base.scaled_dot_product_attention
@@ -57,11 +56,11 @@ def test_every_module_that_bound_it_is_patched_and_put_back() -> None:
         install_pion_attention_patch()
         assert base.scaled_dot_product_attention is patch
         loaded: Any = importlib.import_module(later)
-        assert getattr(loaded, NAME, patch) is patch
+        assert loaded.scaled_dot_product_attention is patch
     finally:
         uninstall_pion_attention_patch()
     for module in (base, llama, own, loaded):
-        assert getattr(module, NAME, original) is original
+        assert module.scaled_dot_product_attention is original
     assert other.sdpa is original
     uninstall_pion_attention_patch()
     assert base.scaled_dot_product_attention is original
