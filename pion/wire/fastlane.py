@@ -81,7 +81,7 @@ class Request(NamedTuple):
     """One request; `command` may be one that nobody knows."""
 
     command: int
-    body: bytes
+    body: bytes | bytearray
 
 
 class Reply(NamedTuple):
@@ -209,7 +209,7 @@ class _Frames:
         """Take over what arrived. Memory follows what was fed, not what was announced."""
         self._buffer += data
 
-    def _take(self) -> tuple[int, bytes] | None:
+    def _take(self) -> tuple[int, bytes | bytearray] | None:
         buffer = self._buffer
         # A single byte tells: somebody who speaks another protocol may wait for an answer to fewer than seven.
         _check_start(bytes(buffer[:2]))
@@ -221,6 +221,10 @@ class _Frames:
         end = HEADER.size + nbytes
         if len(buffer) < end:
             return None
+        if nbytes > len(buffer) - end:  # a large body leaves with the buffer it was received in
+            self._buffer = buffer[end:]
+            del buffer[end:], buffer[: HEADER.size]
+            return kind, buffer
         with memoryview(buffer) as view:
             body = bytes(view[HEADER.size : end])
         del buffer[:end]
@@ -263,7 +267,7 @@ class Replies(_Frames):
             TooLongError: the next body would be longer than `limit`.
         """
         frame = self._take()
-        return None if frame is None else Reply(_status(frame[0]), frame[1])
+        return None if frame is None else Reply(_status(frame[0]), bytes(frame[1]))
 
 
 def parse_reply_header(header: Buffer) -> tuple[Status, int]:
@@ -291,7 +295,7 @@ def _status(value: int) -> Status:
         raise WireError(f"a response with the unknown status {value}") from None
 
 
-def parse_fused(body: bytes) -> FusedCall | None:
+def parse_fused(body: bytes | bytearray) -> FusedCall | None:
     """The fields of a QUERY_FUSED; None when the body is not one (a server answers MISS).
 
     The arrays are views of `body`.
