@@ -86,8 +86,8 @@ class PionPrefixCache:
 
     @property
     def state(self) -> Any:
-        """K and V: of the suffix, ``()`` before there is one; where this process holds the prefix, of both; of a window,
-        what it holds. Layers that share K/V read it in some versions of mlx-lm."""
+        """K and V: of the suffix, ``()`` before there is one; where this process holds the prefix, of both; of a
+        window, what it holds. Layers that share K/V read it in some versions of mlx-lm."""
         slot = self._suffix if self._inner is None else self._inner
         if self._given is not None:
             return self._given
@@ -186,7 +186,9 @@ class PionPrefixCache:
                 f"slot {self.layer_idx}: nobody asked for the attention of the last tokens. Either that pass broke "
                 "off, and a new cache is needed, or this model does not attend by mlx_lm.models.base"
             )
-        self._given = None  # nobody else may hold what is appended to: it would be copied
+        if self._given is not None:
+            _owners.pop(id(self._given[0]), None)
+            self._given = None  # nobody else may hold what is appended to: it would be copied
         self._given = self._suffix.update_and_fetch(keys, values)
         self._waiting = True
         _owners[id(self._given[0])] = self
@@ -311,6 +313,8 @@ def make_pion_prompt_cache(
     from pion.client.attention_patch import is_installed
 
     Blocks.of(sparse_full_layers)
+    if not callable(getattr(prompt_cache, "_built", None)):
+        raise TypeError(f"prompt_cache must be a PionPromptCache, not {type(prompt_cache).__name__}")
     if not isinstance(prefix_len, int) or prefix_len < 1:
         raise ValueError(f"prefix_len must be the number of tokens of the prefix, not {prefix_len!r}")
     built = prompt_cache._built(model, namespace, prefix_len)

@@ -336,7 +336,10 @@ class PionPromptCache(Stage2):
         want = self._want(token_array(prefix_token_ids), text_namespace(namespace), layout)
         own = self.on_mismatch != "raise"
         identity = want.identity.hex()
-        return self._run(explain(namespace, want.digest, want.ids, identity, layout, want.near, own=own))
+        said = self._run(explain(namespace, want.digest, want.ids, identity, layout, want.near, own=own))
+        if self.stage2:
+            said["attend"] = self._attend_state(namespace)
+        return said
 
     def drop(self, *namespaces: str) -> int:
         """Delete prefixes on the server and here; returns how many of them the server held."""

@@ -187,11 +187,19 @@ class Stage2(AttendMethods, LayerMethods):
             log.info("prefix %s: %d bytes are more than local_bytes=%d; the server is asked for its attention",
                      want.namespace, resident.nbytes, self._residents.max_bytes)  # fmt: skip
 
+    def _attend_state(self, namespace: str) -> str:
+        """What the attention engine has of a namespace: ``warm``, ``cold`` or ``missing``."""
+        found: Held = self._run(held(namespace))
+        count = len(self.layout.rows) if self.layout is not None else None
+        if found.warm(count):
+            return "warm"
+        states = [layer[0] for layer in found.layers.values()] if found.layers is not None else [found.first]
+        return "cold" if len(states) >= (count or 1) and "MISS" not in states else "missing"
+
     def _holds(self, namespace: str) -> bool:
         """Whether the attention engine has a namespace."""
-        count = len(self.layout.rows) if self.layout is not None else None
         try:
-            return bool(self._run(held(namespace)).warm(count))
+            return self._attend_state(namespace) == "warm"
         except AuthenticationError:
             raise
         except (OSError, CommandError) as error:

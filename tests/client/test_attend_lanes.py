@@ -9,6 +9,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pion.client import attend_lanes
 from pion.client.errors import AttendError, LaneError
 from pion.wire import fastlane
 from pion.wire.fastlane import Command, Status
+from tests.support.process import Process
 
 H_Q, H_KV, D, S, M = 4, 2, 8, 3, 2
 Q = np.arange(H_Q * M * D, dtype=np.float32).reshape(H_Q, M, D)
@@ -287,3 +289,32 @@ def test_switches(resp: Any, lane: Lane, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_the_lane_cannot_be(options: Any, why: str) -> None:
     with Client(**options) as client:
         assert why in client._attend.described()["binary_off"]
+
+
+# --- the real server --------------------------------------------------------------------------------------------------
+
+
+def test_the_servers_lane_is_found_and_answers_bit_for_bit_as_resp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a password; and again after the server was started anew, with its lane elsewhere."""
+    k = np.random.default_rng(1).standard_normal((H_KV, 50, D)).astype(np.float32)
+    with Process(tmp_path, "--requirepass", "pw") as process:
+        answers = {}
+        for round_ in range(2):
+            for forced in ("", "resp"):
+                monkeypatch.setenv(attend_lanes.VARIABLE, forced)
+                with Client(port=process.port, password="pw") as client:
+                    client.attend_store_layer("doc", 3, k, k)
+                    answers[round_, forced] = client.attend_query_fused("doc", 3, Q, SUF, SUF, HEADS).tobytes()
+                    assert client._attend.described()["lanes"][forced or "binary"] == 1
+            process.restart()
+        assert len(set(answers.values())) == 1
+
+
+def test_a_server_without_the_lane_is_asked_over_resp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Process(tmp_path, "--binary-port", "off") as process, Client(port=process.port) as client:
+        client.attend_store_layer("doc", 3, SUF, SUF)
+        client.attend_query_fused("doc", 3, Q, SUF, SUF, HEADS)
+        assert client._attend.described()["binary_off"] == "the server has none"
+        assert client._attend.described()["lanes"] == {"process": 0, "binary": 0, "resp": 1}

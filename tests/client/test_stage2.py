@@ -333,8 +333,11 @@ def test_layers_that_go_cold_in_the_middle_are_warmed(tmp_path: Path, monkeypatc
         pc.get_or_prefill(IDS, "doc")
         cache = make_pion_prompt_cache(model, "doc", pc, 150)
         got = models.greedy(model, cache, SUFFIX, 10)
+        assert [pc.explain(IDS, name)["attend"] for name in ("doc", "nobody")] == ["warm", "missing"]
         for layer in range(4):
             pc.attend_store_layer("others", layer, np.ones((2, 3, 8)), np.ones((2, 3, 8)))
+        assert pc.explain(IDS, "doc")["attend"] == "cold"
+        assert not pc.lookup("doc", IDS)
         got += models.greedy(model, cache, got[-1:], 10)
         assert pc.cold_rehydrates_observed == pc.stats()["attend"]["cold_rehydrates"] == 1
     assert got == want
