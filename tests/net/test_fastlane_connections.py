@@ -77,8 +77,8 @@ def test_before_the_login_everything_is_an_error(guarded: testing.Server) -> Non
         assert "WRONGPASS" in "".join(conn.fields("INFO", "errorstats"))
 
 
-def test_before_the_login_only_little_is_received(guarded: testing.Server) -> None:
-    """Case A3: memory follows bytes received; and before the login these are few."""
+def test_a3_before_the_login_only_little_is_received(guarded: testing.Server) -> None:
+    """Memory follows bytes received; and before the login these are few."""
     port = lane(guarded, PASSWORD)
     with Binary(port) as binary:
         assert binary.call(FUSED, bytes(limits.FASTLANE_PREAUTH_BODY)) == (ERROR, b"")
@@ -148,8 +148,8 @@ def test_random_bytes(server: testing.Server) -> None:
     assert "Traceback" not in server.output
 
 
-def test_memory_follows_what_is_received(server: testing.Server) -> None:
-    """Case A3: 40 connections announce 200 MiB each and send a little."""
+def test_a3_memory_follows_what_is_received(server: testing.Server) -> None:
+    """40 connections announce 200 MiB each and send a little."""
     before = server.anonymous_bytes()
     open_ = []
     for _ in range(40):
@@ -175,8 +175,8 @@ def test_a_refused_client_that_goes_on_sending_can_read_why(server: testing.Serv
 # --- connections -----------------------------------------------------------------------------------------------------
 
 
-def test_clients_that_read_nothing_stall_only_themselves(server: testing.Server) -> None:
-    """Case A4's kind: answers pile up in the kernel's buffers and then no request is read."""
+def test_a4_clients_that_read_nothing_stall_only_themselves(server: testing.Server) -> None:
+    """Answers pile up in the kernel's buffers and then no request is read."""
     rows = 30_000
     q = np.ones((1, rows, 8), np.float32)
     sent = frame(FUSED, fused_body("slow", 0, q, NOTHING, NOTHING, [0]))
