@@ -90,6 +90,31 @@ def test_a3_before_the_login_only_little_is_received(guarded: testing.Server) ->
         assert binary.call(FUSED, bytes(limits.FASTLANE_PREAUTH_BODY + 1)) == (MISS, b"")
 
 
+def test_a4_unread_answers_before_the_login(guarded: testing.Server) -> None:
+    port = lane(guarded, PASSWORD)
+    with Raw(guarded.port) as conn:
+        conn.ok("AUTH", PASSWORD)
+        before = guarded.anonymous_bytes()
+        pings = frame(PING) * 20_000
+        open_ = [Binary(port) for _ in range(20)]
+        for binary in open_:
+            binary.sock.setblocking(False)
+            sent, end = 0, time.monotonic() + 0.3
+            while time.monotonic() < end:
+                try:
+                    sent += binary.sock.send(pings[sent % 7 :])  # whole frames, whatever the kernel took
+                except BlockingIOError:
+                    time.sleep(0.01)
+        assert conn.call("PING") == "PONG"
+        with Binary(port) as other:
+            assert other.call(AUTH, PASSWORD.encode()) == (OK, b"")
+        held = [int(each) for each in re.findall(rb"laddr=\S+:%d .* qbuf=(\d+)" % port, conn.ok("CLIENT", "LIST"))]
+        assert max(held, default=0) <= limits.FASTLANE_PREAUTH_BODY + 7
+        assert guarded.anonymous_bytes() - before < 10 << 20
+        for binary in open_:
+            binary.sock.close()
+
+
 def test_the_login_is_that_of_resp(guarded: testing.Server) -> None:
     port = lane(guarded, PASSWORD)
     with Raw(guarded.port) as conn, Binary(port) as old:
