@@ -31,6 +31,7 @@ from tests.support.binary import (
     Binary,
     ask,
     ask_ping,
+    beside,
     figures,
     frame,
     fused_body,
@@ -407,7 +408,7 @@ def test_clients_that_leave_before_their_answer() -> None:
 def test_a_kill_and_a_restart(tmp_path: Any) -> None:
     q = normal(3, 2, 1, 64)
     none = np.zeros((2, 0, 64), np.float32)
-    with testing.server("--kvcache", dir=tmp_path) as server:
+    with beside(dir=tmp_path) as server:
         port = lane(server)
         with Raw(server.port) as conn:
             attend.prefix(conn, "ns", 1, 50, 2, 64)
@@ -419,8 +420,8 @@ def test_a_kill_and_a_restart(tmp_path: Any) -> None:
             assert binary.ended()
         server.restart()
         with Raw(server.port) as conn:
-            assert int(conn.fields("INFO", "server")["binary_port"]) == server.port + 1
-            with Binary(server.port + 1) as binary:
+            assert int(conn.fields("INFO", "server")["binary_port"]) == port
+            with Binary(port) as binary:
                 assert binary.fused("ns_attn", 0, q, none, none, [0, 1]) == ERROR, "missing, as over RESP"
                 conn.ok("KV.PREFIX.WARM", "ns", 2, 64, "ns_attn")
                 assert np.array_equal(binary.fused("ns_attn", 0, q, none, none, [0, 1]), want)
