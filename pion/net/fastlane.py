@@ -156,7 +156,8 @@ class FastLane:
                 plane.hold(conn, len(requests))
                 continue
             try:
-                got = sock.recv_into(self._shared)
+                # Before the login no more than can be used: what is received stays until the answers are taken.
+                got = sock.recv_into(self._shared, _RECEIVE if conn.authenticated else requests.limit)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(sock)
                 turn = trio.current_time()

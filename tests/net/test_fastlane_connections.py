@@ -31,6 +31,7 @@ from tests.support.binary import (
     Binary,
     ask,
     ask_ping,
+    beside,
     figures,
     frame,
     fused_body,
@@ -77,8 +78,8 @@ def test_before_the_login_everything_is_an_error(guarded: testing.Server) -> Non
         assert "WRONGPASS" in "".join(conn.fields("INFO", "errorstats"))
 
 
-def test_before_the_login_only_little_is_received(guarded: testing.Server) -> None:
-    """Case A3: memory follows bytes received; and before the login these are few."""
+def test_a3_before_the_login_only_little_is_received(guarded: testing.Server) -> None:
+    """Memory follows bytes received; and before the login these are few."""
     port = lane(guarded, PASSWORD)
     with Binary(port) as binary:
         assert binary.call(FUSED, bytes(limits.FASTLANE_PREAUTH_BODY)) == (ERROR, b"")
@@ -88,6 +89,31 @@ def test_before_the_login_only_little_is_received(guarded: testing.Server) -> No
     with Binary(port) as binary:
         binary.call(AUTH, PASSWORD.encode())
         assert binary.call(FUSED, bytes(limits.FASTLANE_PREAUTH_BODY + 1)) == (MISS, b"")
+
+
+def test_a4_unread_answers_before_the_login(guarded: testing.Server) -> None:
+    port = lane(guarded, PASSWORD)
+    with Raw(guarded.port) as conn:
+        conn.ok("AUTH", PASSWORD)
+        before = guarded.anonymous_bytes()
+        pings = frame(PING) * 20_000
+        open_ = [Binary(port) for _ in range(20)]
+        for binary in open_:
+            binary.sock.setblocking(False)
+            sent, end = 0, time.monotonic() + 0.3
+            while time.monotonic() < end:
+                try:
+                    sent += binary.sock.send(pings[sent % 7 :])  # whole frames, whatever the kernel took
+                except BlockingIOError:
+                    time.sleep(0.01)
+        assert conn.call("PING") == "PONG"
+        with Binary(port) as other:
+            assert other.call(AUTH, PASSWORD.encode()) == (OK, b"")
+        held = [int(each) for each in re.findall(rb"laddr=\S+:%d .* qbuf=(\d+)" % port, conn.ok("CLIENT", "LIST"))]
+        assert max(held, default=0) <= limits.FASTLANE_PREAUTH_BODY + 7
+        assert guarded.anonymous_bytes() - before < 10 << 20
+        for binary in open_:
+            binary.sock.close()
 
 
 def test_the_login_is_that_of_resp(guarded: testing.Server) -> None:
@@ -148,8 +174,8 @@ def test_random_bytes(server: testing.Server) -> None:
     assert "Traceback" not in server.output
 
 
-def test_memory_follows_what_is_received(server: testing.Server) -> None:
-    """Case A3: 40 connections announce 200 MiB each and send a little."""
+def test_a3_memory_follows_what_is_received(server: testing.Server) -> None:
+    """40 connections announce 200 MiB each and send a little."""
     before = server.anonymous_bytes()
     open_ = []
     for _ in range(40):
@@ -175,8 +201,8 @@ def test_a_refused_client_that_goes_on_sending_can_read_why(server: testing.Serv
 # --- connections -----------------------------------------------------------------------------------------------------
 
 
-def test_clients_that_read_nothing_stall_only_themselves(server: testing.Server) -> None:
-    """Case A4's kind: answers pile up in the kernel's buffers and then no request is read."""
+def test_a4_clients_that_read_nothing_stall_only_themselves(server: testing.Server) -> None:
+    """Answers pile up in the kernel's buffers and then no request is read."""
     rows = 30_000
     q = np.ones((1, rows, 8), np.float32)
     sent = frame(FUSED, fused_body("slow", 0, q, NOTHING, NOTHING, [0]))
@@ -382,7 +408,7 @@ def test_clients_that_leave_before_their_answer() -> None:
 def test_a_kill_and_a_restart(tmp_path: Any) -> None:
     q = normal(3, 2, 1, 64)
     none = np.zeros((2, 0, 64), np.float32)
-    with testing.server("--kvcache", dir=tmp_path) as server:
+    with beside(dir=tmp_path) as server:
         port = lane(server)
         with Raw(server.port) as conn:
             attend.prefix(conn, "ns", 1, 50, 2, 64)
@@ -394,8 +420,8 @@ def test_a_kill_and_a_restart(tmp_path: Any) -> None:
             assert binary.ended()
         server.restart()
         with Raw(server.port) as conn:
-            assert int(conn.fields("INFO", "server")["binary_port"]) == server.port + 1
-            with Binary(server.port + 1) as binary:
+            assert int(conn.fields("INFO", "server")["binary_port"]) == port
+            with Binary(port) as binary:
                 assert binary.fused("ns_attn", 0, q, none, none, [0, 1]) == ERROR, "missing, as over RESP"
                 conn.ok("KV.PREFIX.WARM", "ns", 2, 64, "ns_attn")
                 assert np.array_equal(binary.fused("ns_attn", 0, q, none, none, [0, 1]), want)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -129,3 +130,15 @@ def ask(port: int, sid: str = "s") -> Any:
 def ask_ping(server: testing.Server) -> bool:
     with Binary(lane(server)) as conn:
         return conn.call(PING) == (OK, b"")
+
+
+@contextlib.contextmanager
+def beside(*flags: str, **more: Any) -> Iterator[testing.Server]:
+    """A server whose lane is at the next port, as clients of the original expect. Somewhere else it is when a client of
+    another test has just had that port."""
+    for _ in range(10):
+        with testing.server("--kvcache", *flags, **more) as server:
+            if lane(server) == server.port + 1:
+                yield server
+                return
+    raise RuntimeError("ten times the port beside a free one was taken")
