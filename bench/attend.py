@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,40 @@ def attend_fused() -> Result:
     value, base = statistics.median(ours), statistics.median(again)
     note = "8 rows over 2,048 + 8 keys, H=8 D=128 / the same behind the K/V (16 MB)"
     return Result("attend_fused", value, "ms", base, base / value, note=note)
+
+
+@bench("attend_binary")
+def attend_binary() -> Result:
+    """One fused query of a decoded token over the binary lane against the same over RESP."""
+    import numpy as np
+
+    from pion.wire.fastlane import Status, fused_request, parse_reply_header
+
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((HEADS, ROWS, DIM), dtype=np.float32).tobytes() for _ in "kv")
+    q, k_suf, v_suf = (rng.standard_normal((HEADS, 1, DIM), dtype=np.float32) for _ in range(3))
+    heads = bytes(range(HEADS))
+    with pion(pin=False) as server, Wire(server.host, server.port) as conn:
+        conn.call("ATTEND.PREFIX.STORE", "s", 0, HEADS, ROWS, DIM, k, v)
+        port = int(conn.info("server")["binary_port"])
+        with socket.create_connection((server.host, port), 120) as lane:
+            lane.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def binary() -> bytes:
+                lane.sendmsg(fused_request("s", 0, q, k_suf, v_suf, heads))
+                status, nbytes = parse_reply_header(lane.recv(7, socket.MSG_WAITALL))
+                assert status is Status.OK, status
+                return lane.recv(nbytes, socket.MSG_WAITALL)
+
+            def resp() -> bytes:
+                arrays = q.tobytes(), k_suf.tobytes(), v_suf.tobytes(), heads
+                return _bytes(conn.call("ATTEND.PREFIX.QUERY_FUSED", "s", 0, HEADS, DIM, 1, HEADS, *arrays))
+
+            assert binary() == resp()
+            ours, base = interleave(_each(binary), _each(resp), rounds=ROUNDS)
+    value, resp_ms = statistics.median(ours), statistics.median(base)
+    note = "1 row over 2,048 + 1 keys, H=8 D=128, binary lane / RESP"
+    return Result("attend_binary", value, "ms", resp_ms, resp_ms / value, note=note, rounds=ROUNDS)
 
 
 @bench("attend_needle", "attend_needle_recall")

@@ -80,6 +80,9 @@ ATTEND_MAX_HEAD_DIM: Final = 512
 ATTEND_HEAD_DIM_STEP: Final = 8
 ATTEND_HEAD_DIMS: Final = "multiples of 8 up to 512"
 ATTEND_MAX_HEADS: Final = 256  # of K/V: a head map has one byte a head
+FASTLANE_BODY: Final = 256 * MIB  # of a request of the binary lane: Q and a suffix of 32,768 tokens, 8 heads of 128
+FASTLANE_PREAUTH_BODY: Final = 4 * KIB  # AUTH needs less
+FASTLANE_REPLY: Final = 4 * MIB  # header and body; the original's clients know no longer ones
 ATTEND_INLINE: Final = 1 << 18  # multiplications that take the plane's thread less time than giving them to another
 
 # --- formats: the code is a byte on disk and never changes ---------------------------------------------------------

@@ -10,6 +10,7 @@ from pion_vllm_mlx import __version__
 _HELP = f"""pion-vllm-mlx {__version__} (pion-server)
 
   PionPromptCache    in this version:  from pion_vllm_mlx import PionPromptCache
+  attention patch    in this version:  from pion_vllm_mlx import install_pion_attention_patch
   serve              not in this version
   demo               run: pion demo
 

@@ -62,6 +62,7 @@ cdef extern from "plane.h" nogil:
         resp_parser parser
         kval *body
         size_t body_got
+        size_t body_counted
         sink *sink
         char *early
         size_t early_n

@@ -8,7 +8,9 @@ frames for Python: `handler` is called for each, its value encoded into the conn
 goes on parsing. Replies leave after the log records of the batch were written. File bodies travel on mover threads
 (movers.h). A connection whose reply comes later (PENDING) parses no further; `resume` completes it.
 
-A connection without a descriptor (`open_memory`) runs the same code: `feed` bytes in, `take_output` out.
+A connection without a descriptor (`open_memory`) runs the same code: `feed` bytes in, `take_output` out. Or somebody
+else serves it, in another protocol, and tells the plane (`hold`, `begin`, `finish`), so that it counts, is listed and
+ends like any other.
 """
 
 cimport cython
@@ -170,6 +172,44 @@ cdef class Plane(PlaneBase):
         if self.depth == 0:
             self._housekeeping()
         return out
+
+    # --- served by somebody else ----------------------------------------------------------------------------------
+
+    def hold(self, Conn conn, size_t nbytes, size_t received=0):
+        """Memory connections: so many bytes are held for it, and so many have just arrived.
+
+        Returns:
+            False when all connections together hold more than they may.
+        """
+        cdef cconn *c = self._open(conn)
+        self.p.input_bytes += nbytes - c.body_counted
+        c.body_got = c.body_counted = nbytes
+        if received and c.where != AT_END:
+            c.net_in += received
+            c.active_ns = ev_now_ns()
+        return self.p.input_bytes <= self.p.limits.input_total
+
+    def begin(self, Conn conn, bytes name):
+        """Memory connections: a command runs; until `finish` the connection is busy."""
+        cdef cconn *c = self._open(conn)
+        c.pending = 1
+        c.commands += 1
+        self.p.commands += 1
+        c.last_cmd = NULL
+        conn.last = name
+
+    def finish(self, Conn conn, size_t sent):
+        """Memory connections: it is answered, by so many bytes. Ends the connection if it was to be closed."""
+        cdef cconn *c = self._open(conn)
+        if c.where == AT_END:
+            return
+        c.pending = 0
+        c.net_out += sent
+        c.active_ns = ev_now_ns()
+        if c.closing != CLOSE_NO:
+            conn_end(self.p, c)
+            if self.depth == 0:
+                self._housekeeping()
 
     # --- the Python door of the fast commands ---------------------------------------------------------------------
 

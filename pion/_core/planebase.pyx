@@ -235,6 +235,8 @@ cdef class PlaneBase:
         elif c.where == AT_MOVER:
             conn.inbox.append((CLOSE, False))
             self.inboxes[c.id] = conn
+        elif c.fd < 0 and not c.pending and not c.waiting and outq_empty(&c.out):
+            conn_end(self.p, c)
         elif c.closing == CLOSE_NO:
             c.closing = CLOSE_FLUSH
             plane_touch(self.p, c)

@@ -7,6 +7,9 @@
 ``hybrid``                `HybridRetrievalCache`: retrieved chunks, put together for each question
 ``chunks``, ``packs``, ``server_packs``   what it knows; chunks in memory and their manifest; chunks on a server
 ``rotate``                keys at another position, exactly
+``attend``, ``attend_lanes``, ``attend_methods``   questions about attention, and which way they take
+``stage2``, ``resident``, ``prefix_cache``, ``attention_parts``   a prefix that somebody else attends to
+``attention_patch``, ``mlx_seam``   mlx-lm's attention, replaced; whether it can be
 ``agreement``             what composing costs, against a full computation
 ``caches``                between mlx-lm's cache objects and rows
 ``identity``              the digest that says what K/V belongs to

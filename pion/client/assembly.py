@@ -123,8 +123,9 @@ def not_numbers(rows: Iterable[tuple[int, int, np.ndarray[Any, Any]]], dtype: st
 
 
 def built(
-    model: Any, options: CacheOptions, layout: Layout, manifest: Manifest | None, parts: Parts, count: int
-) -> list[Any]:
+    model: Any, options: CacheOptions, layout: Layout, manifest: Manifest | None, parts: Parts, count: int, *,
+    rows: bool = True,
+) -> list[Any]:  # fmt: skip
     """A prompt cache that holds exactly `count` tokens and belongs to the caller alone.
 
     Args:
@@ -132,6 +133,7 @@ def built(
         manifest: what the parts are; None: rows of all layers.
         parts: which nobody else may hold.
         count: tokens.
+        rows: fill the slots that are rows; else they stay empty.
 
     Raises:
         MismatchError: what is stored is another kind of cache.
@@ -154,11 +156,13 @@ def built(
     if len(leaves) != len(found):
         raise ValueError(f"{len(leaves)} leaves are stored, this cache has {len(found)}")
     arrays: list[Any] = []
-    rows: list[Any] = list(parts.rows)
+    pairs: list[Any] = list(parts.rows)
     for number, (leaf, where) in enumerate(zip(found, leaves, strict=True)):
+        if where.rows is not None and not rows:
+            continue
         if where.rows is not None:
-            leaf.keys, leaf.values = rows[where.rows]
-            rows[where.rows] = ()  # nobody else may hold them: the first decoded token would copy them
+            leaf.keys, leaf.values = pairs[where.rows]
+            pairs[where.rows] = ()  # nobody else may hold them: the first decoded token would copy them
             leaf.offset = count
             continue
         assert manifest is not None
@@ -167,7 +171,7 @@ def built(
         arrays += slots.give(leaf, state, cut, ROOM, layout.shapes[number] if layout.shapes else None)
     mx.eval(arrays)
     parts.rows.clear()
-    rows.clear()
+    pairs.clear()
     for leaf in found:
         length = slots.length(leaf)
         if length not in (None, count) and not (length == 0 and leaf.keys is None):

@@ -11,6 +11,8 @@ from pion._core.buffers import BufferPool
 from pion.client import calls, tensors
 from pion.client.address import Address
 from pion.client.async_pool import AsyncPool
+from pion.client.attend import Attend
+from pion.client.attend_methods import AsyncAttendMethods
 from pion.client.connection import Command, Steps
 from pion.client.tensors import KV, Layers
 from pion.wire.resp import Part
@@ -22,7 +24,7 @@ T = TypeVar("T")
 _UNSET: Final = -1.0
 
 
-class AsyncClient:
+class AsyncClient(AsyncAttendMethods):
     """A client of a Pion (or Redis) server for the tasks of one ``trio.run``; see ``Client`` for its threaded twin.
 
     Connections are opened when needed, kept for reuse, and opened again after the server went away. A call that was
@@ -70,6 +72,7 @@ class AsyncClient:
         )
         self._pool = AsyncPool(self.address, max_connections)
         self._buffers = BufferPool()
+        self._attend = Attend()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.address)!r})"

@@ -11,7 +11,19 @@ from pion.errors import (
     StorageError,
 )
 
-__all__ = ["CallTimeoutError", "ConnectionLostError", "IncompleteError", "LaneError", "PrefixMissError", "reply_error"]
+__all__ = [
+    "AttendError",
+    "CallTimeoutError",
+    "ConnectionLostError",
+    "IncompleteError",
+    "LaneError",
+    "PrefixMissError",
+    "reply_error",
+]
+
+
+class AttendError(CommandError, RuntimeError):
+    """The server refused, or could not answer, a question of ``attend_*``; the text names the command."""
 
 
 class ConnectionLostError(PionError, ConnectionError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NotRequired, TypedDict
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Explanation(TypedDict):
         differing: (stored, asked): the two token ids there; None where one of the two ends, or it is not known.
         source: the namespace that tokens would be fetched from; None when none would.
         reason: a sentence.
+        attend: with ``stage2``: what the server holds of the namespace for attention: ``warm``, ``cold``, ``missing``.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class Explanation(TypedDict):
     differing: tuple[int, int] | None
     source: str | None
     reason: str
+    attend: NotRequired[str]
 
 
 def block_table(ids: np.ndarray[Any, Any]) -> tuple[int, bytes]:

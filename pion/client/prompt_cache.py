@@ -23,15 +23,18 @@ from typing import Any, Final, Literal
 from pion.client import assembly, caches, calls, flights, progress
 from pion.client.address import Address
 from pion.client.arguments import check_arguments, checked_checkpoints, checked_wait, text_namespace
-from pion.client.caches import CacheOptions, Layout, Prefilled
+from pion.client.attend_lanes import AttendLanes
+from pion.client.caches import CacheOptions, Layout, PionMlxCompatError, Prefilled
 from pion.client.explain import Explanation, explain
 from pion.client.formats import Formats
 from pion.client.lanes import Lanes
-from pion.client.layerwise import LayerMethods, arrived
+from pion.client.layerwise import arrived
 from pion.client.link import Link
 from pion.client.local import DEFAULT_BYTES
 from pion.client.namespace import make_namespace, token_array
 from pion.client.raw import RawCommands
+from pion.client.resident import Residents
+from pion.client.stage2 import Stage2
 from pion.client.work import Checkpoints, Wanted
 from pion.errors import MismatchError
 from pion.limits import DEFAULT_PORT
@@ -40,11 +43,10 @@ __all__ = ["PionPromptCache"]
 
 log = logging.getLogger("pion.client")
 
-_LATER: Final = "is not in this version of Pion"
 _OBSERVED_MAX: Final = 65_536  # namespaces whose misses are counted for admission_threshold
 
 
-class PionPromptCache(LayerMethods):
+class PionPromptCache(Stage2):
     """Fetches a prefix's K/V and state from a Pion server, or computes and stores it.
 
     Args:
@@ -56,7 +58,8 @@ class PionPromptCache(LayerMethods):
             docs/quality.md. Everything else a model keeps (recurrent states, windows, quantized caches) is stored bit
             for bit.
         host, port: the server; a host that starts with ``/`` is a Unix socket.
-        stage2: in the signature of the published client; refused here unless off.
+        stage2: also have the server hold what is stored for attention, and this process what it computed or fetched,
+            for `make_pion_prompt_cache` and the ``attend_*`` methods; see docs/attention.md.
         admission_threshold: the n-th miss of a namespace in this process is the first one stored; 1 = store at once.
         boundary_protect: V of so many layers at either end is kept in fp16, and K of all layers, where vquant is a
             quantized format; with `k_format`, K has that format but for the same layers.
@@ -130,8 +133,8 @@ class PionPromptCache(LayerMethods):
         local_bytes: int = DEFAULT_BYTES,
         scope: str = "",
     ) -> None:
-        if stage2:
-            raise ValueError(f"stage2=True {_LATER}")
+        if stage2 and softmax_bitexact:
+            raise ValueError("stage2=True attends to rows; softmax_bitexact=True stores none")
         check_arguments(
             host, port, vquant, prefill_chunk_size,
             admission_threshold=admission_threshold, boundary_protect=boundary_protect, local_bytes=local_bytes,
@@ -173,13 +176,19 @@ class PionPromptCache(LayerMethods):
         self.progress = progress
         self._apart = scope
         self.layout = None if model is None else caches.inspect_model(model, options)
-        if self.layout is not None and self.layout.rows:
-            self.formats.check(self.layout.dtype, len(self.layout.rows), self.layout.kv_dim)
+        if self.layout is not None:
+            if self.layout.rows:
+                self.formats.check(self.layout.dtype, len(self.layout.rows), self.layout.kv_dim)
+            if stage2 and not self.layout.rows:
+                raise PionMlxCompatError("stage2=True: no layer of this model, with these options, keeps plain K/V")
+        self.stage2 = bool(stage2)
+        self._attend = AttendLanes(address, self._link.run)
+        self._residents = Residents(self.lanes.local.max_bytes)
+        self._digests = OrderedDict()
         self.address = address
         self._pool = self._link.pool
         self.resp = RawCommands(self._pool)
         self.admission_skips = 0
-        self.attend_query_ms_total, self.attend_query_calls, self.cold_rehydrates_observed = 0.0, 0, 0
         self._observed: OrderedDict[str, int] = OrderedDict()
 
     # --- the prefix -----------------------------------------------------------------------------------------------
@@ -208,9 +217,13 @@ class PionPromptCache(LayerMethods):
         """
         layout = self._layout()
         want = self._wanted(prefix_token_ids, namespace, layout)
-        boundaries = self._boundaries(
-            checkpoints if checkpoints is not None else self.checkpoints, layout, len(want.ids)
-        )
+        given = checkpoints if checkpoints is not None else self.checkpoints
+        cache = self._obtained(want, layout, self._boundaries(given, layout, len(want.ids)))
+        self._hold(want, layout, cache)
+        return cache
+
+    def _obtained(self, want: Wanted, layout: Layout, boundaries: list[int]) -> list[Any]:
+        namespace = want.namespace
         look = self._look(want, layout)
         if look.cache is not None:
             return look.cache
@@ -281,6 +294,8 @@ class PionPromptCache(LayerMethods):
         if found.outcome == "hit" or found.outcome == "down" or (found.outcome, self.on_mismatch) == (
             "mismatch", "recompute"
         ):  # fmt: skip
+            if found.outcome == "hit":
+                self._stored(want, layout)
             return found.outcome == "hit"
         stored: list[bool] = []
         replacing = self.on_mismatch == "replace"
@@ -295,6 +310,8 @@ class PionPromptCache(LayerMethods):
             namespace: the key.
             prefix_token_ids: when given (and there is a model), also whether it is that of these tokens.
 
+        With ``stage2`` also whether it holds all of it for attention.
+
         Returns:
             False when it does not, holds something else, or cannot be reached.
 
@@ -305,7 +322,7 @@ class PionPromptCache(LayerMethods):
         text_namespace(namespace)
         if prefix_token_ids is not None:
             digest = self._want(token_array(prefix_token_ids), namespace, self._layout()).digest
-        return self._ask(namespace, digest).outcome == "hit"
+        return self._ask(namespace, digest).outcome == "hit" and (not self.stage2 or self._holds(namespace))
 
     def explain(self, prefix_token_ids: Any, namespace: str) -> Explanation:
         """Why `get_or_prefill` would fetch these tokens or compute them: how many are asked for, stored, shared and
@@ -319,11 +336,15 @@ class PionPromptCache(LayerMethods):
         want = self._want(token_array(prefix_token_ids), text_namespace(namespace), layout)
         own = self.on_mismatch != "raise"
         identity = want.identity.hex()
-        return self._run(explain(namespace, want.digest, want.ids, identity, layout, want.near, own=own))
+        said = self._run(explain(namespace, want.digest, want.ids, identity, layout, want.near, own=own))
+        if self.stage2:
+            said["attend"] = self._attend_state(namespace)
+        return said
 
     def drop(self, *namespaces: str) -> int:
         """Delete prefixes on the server and here; returns how many of them the server held."""
         self.lanes.local.drop(*namespaces)
+        self._residents.drop(*namespaces)
         return int(self._run(calls.drop(namespaces)))
 
     def commit(self) -> None:
@@ -339,7 +360,8 @@ class PionPromptCache(LayerMethods):
 
         ``partial_hits`` are misses of which a part was fetched; ``tokens_asked`` and ``tokens_reused`` count tokens
         over all calls; ``last`` is the receipt of the last one (see `explain`); ``waits`` are calls that waited for
-        somebody who was computing the same.
+        somebody who was computing the same; ``attend`` says which way questions about attention took, and why not
+        another.
         """
         with self._counting:
             asked = self.hits + self.misses
@@ -360,6 +382,7 @@ class PionPromptCache(LayerMethods):
                 "tokens_reused": self.tokens_reused,
                 "waits": self.waits,
                 "lanes": dict(self.lanes.used),
+                "attend": self._attend.described(),
                 "last": dict(self._last) if self._last is not None else None,
             }
 
@@ -370,6 +393,7 @@ class PionPromptCache(LayerMethods):
     def close(self) -> None:
         """Wait for a background store and close the connections. The object cannot be used afterwards."""
         self._join()
+        self._attend.close()
         self._link.close()
 
     def __enter__(self) -> PionPromptCache:

@@ -172,6 +172,7 @@ class Storing(Work):
             stored = True
             if claim is not None:
                 claim.pending = False
+            self._stored(want, layout)
         except OSError as error:  # what arrived is an incomplete entry: a miss, and the lease ends by itself
             lost = True
             if claim is not None:
@@ -185,6 +186,9 @@ class Storing(Work):
             if not stored and not lost:
                 self._leave_nothing(want, claim, registered=True)
         self._count(store_ms_total=(time.perf_counter() - started) * 1e3)
+
+    def _stored(self, want: Wanted, layout: Layout) -> None:
+        """What is to follow a store; in the thread that stored."""
 
     def _not_stored(self, namespace: str, error: Exception, more: str = "") -> None:
         self._count(store_errors=1)

@@ -10,6 +10,8 @@ from typing import Any, Final, TypeVar
 from pion._core.buffers import BufferPool
 from pion.client import calls, tensors
 from pion.client.address import Address
+from pion.client.attend_lanes import AttendLanes
+from pion.client.attend_methods import AttendMethods
 from pion.client.connection import Command, Steps
 from pion.client.mapped import MappedKV, map_prefix
 from pion.client.pool import Pool
@@ -23,7 +25,7 @@ T = TypeVar("T")
 _UNSET: Final = -1.0
 
 
-class Client:
+class Client(AttendMethods):
     """A client of a Pion (or Redis) server. Safe to share between threads and to keep across a fork.
 
     Connections are opened when needed, kept for reuse, and opened again after the server went away. A call that was
@@ -90,6 +92,7 @@ class Client:
         )
         self._pool = Pool(self.address, max_connections)
         self._buffers = BufferPool()
+        self._attend = AttendLanes(self.address, self._run)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.address)!r})"
@@ -104,6 +107,7 @@ class Client:
 
     def close(self) -> None:
         """Close all connections; calls that are running end first."""
+        self._attend.close()
         self._pool.close()
 
     def _run(self, steps: Steps[T]) -> T:

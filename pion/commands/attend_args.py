@@ -72,7 +72,7 @@ def refuse_cold(ctx: Context, sid: bytes, layer: int) -> None:
         raise ColdMissError
 
 
-def rows(blob: bytes, row: int, text: str) -> int:
+def rows(blob: bytes | memoryview, row: int, text: str) -> int:
     """How many rows of `row` fp32 values a blob has: at least one."""
     count, over = divmod(len(blob), 4 * row)
     if over or not count:
@@ -80,7 +80,7 @@ def rows(blob: bytes, row: int, text: str) -> int:
     return count
 
 
-def size(blob: bytes, count: int, text: str) -> None:
+def size(blob: bytes | memoryview, count: int, text: str) -> None:
     if len(blob) != count:
         raise CommandError(text)
 
@@ -90,10 +90,13 @@ def sinks_size(rest: Rest, heads: int, rows: int = 1) -> None:
         raise CommandError("ERR SINKS blob size must be H_q*4, or H_q*M*4")
 
 
-def array(blob: bytes, *shape: int) -> Any:
+def array(blob: bytes | memoryview, *shape: int) -> Any:
     import numpy as np
 
-    return np.frombuffer(blob, "<f4").reshape(shape)
+    flat = np.frombuffer(blob, "<f4")
+    if not flat.flags.aligned:  # a view into a request: the same bytes give the same bits wherever they lay
+        flat = flat.copy()
+    return flat.reshape(shape)
 
 
 def sinks(rest: Rest, heads: int) -> Any:

@@ -41,6 +41,7 @@ def _running(ctx: Context) -> dict[str, str]:
         "max-bytes": str(ctx.engine.info()["vstore_max_bytes"]),
         "attention": attention.mode,
         "attend-max-bytes": str(attention.max_bytes),
+        "binary-port": str(ctx.server.binary.port or "off"),
     }
     if ctx.server.port:
         out["port"] = str(ctx.server.port)

@@ -47,6 +47,7 @@ def _server(ctx: Context) -> Lines:
         ("process_id", os.getpid()),
         ("run_id", state.run_id),
         ("tcp_port", state.port),
+        ("binary_port", state.binary.port),
         ("server_time_usec", time.time_ns() // 1000),
         ("uptime_in_seconds", state.uptime),
         ("uptime_in_days", state.uptime // 86_400),
@@ -64,6 +65,7 @@ def _clients(ctx: Context) -> Lines:
     stats = _plane_stats(ctx)
     return [
         ("connected_clients", len(ctx.plane.connections) if ctx.plane is not None else 1),
+        ("binary_clients", ctx.server.binary.clients),
         ("cluster_connections", 0),
         ("maxclients", ctx.server.maxclients),
         ("client_recent_max_input_buffer", stats.get("max_input", 0)),
@@ -190,7 +192,7 @@ def _pion(ctx: Context) -> Lines:
 
 def _attention(ctx: Context) -> Lines:
     attention = ctx.server.attention
-    return [*attention.settings().items(), *attention.described().items()]
+    return [*attention.settings().items(), *attention.described().items(), *ctx.server.binary.lines().items()]
 
 
 _SECTIONS: dict[str, Callable[[Context], Lines]] = {

@@ -18,6 +18,7 @@ from pion import limits
 from pion.commands.attention import Attention
 from pion.commands.commits import GroupCommit
 from pion.commands.computing import Computing
+from pion.commands.fastlane import Figures
 from pion.commands.scan import ScanCache
 from pion.errors import CommandError
 
@@ -138,6 +139,7 @@ class ServerState:
         port: the bound TCP port.
         lane: path of the socket that hands out descriptors of entry files; empty: there is none.
         no_lane: why not.
+        binary: figures of the binary lane.
     """
 
     to_thread: Callable[..., Awaitable[Any]] = _inline
@@ -153,6 +155,7 @@ class ServerState:
     port: int = 0
     lane: str = ""
     no_lane: str = "--lane off"
+    binary: Figures = field(default_factory=Figures)
     maxmemory: int = 0
     maxmemory_policy: str = "noeviction"
     maxclients: int = limits.DEFAULT_MAXCLIENTS

@@ -69,6 +69,12 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _binary_port(text: str) -> int:
+    if text.lower() == "off":
+        return -1
+    return _number(0, 65535, "argument must be a port, 0 for any free one, or off")(text)
+
+
 def _addresses(text: str) -> tuple[str, ...]:
     out = []
     for word in text.replace(",", " ").split():
@@ -209,6 +215,10 @@ class Options:
     attend_autowarm: bool = option(
         False, "Attention", "a query of a cold layer reads it from its stored prefix", _boolean, switch=True
     )
+    binary_port: int | None = option(
+        None, "Attention", "TCP port of the binary lane (default: --port + 1)", _binary_port,
+        metavar="N|off", show=lambda value: {None: "", -1: "off"}.get(value, str(value)),
+    )  # fmt: skip
     dir: str = option("", "Data", "data directory (default: ./pion-<port>)", metavar="PATH", redis="dir")
     memory_only: bool = option(False, "Data", "keep everything in memory, no data directory", _boolean, switch=True)
     appendfsync: str = option(

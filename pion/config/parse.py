@@ -182,12 +182,17 @@ def _check(options: Options, env: Mapping[str, str]) -> Options:
         raise StartupError("--memory-only keeps nothing on disk: drop --dir")
     if options.attention == "off" and (options.metal_attention or options.metal_attention_fp16):
         raise StartupError("--attention off contradicts --metal-attention: drop one of them")
+    lane = options.binary_port if options.binary_port is not None else -1
+    if lane >= 0 and not options.kvcache:
+        raise StartupError("--binary-port needs --kvcache: the binary lane serves queries of stored prefixes")
+    if lane > 0 and lane == options.port:
+        raise StartupError(f"--binary-port {lane} is the port of RESP: choose another one, or drop it for {lane + 1}")
     if options.port < 0 and not options.unixsocket:
         raise StartupError("nothing to listen on: --port -1 needs --unixsocket")
     if not options.dir and not options.memory_only:
         options.dir = f"./pion-{max(options.port, 0)}"
     exposed = [address for address in options.bind if not ipaddress.ip_address(address).is_loopback]
-    if exposed and options.port >= 0 and not options.requirepass and not options.insecure_no_auth:
+    if exposed and max(options.port, lane) >= 0 and not options.requirepass and not options.insecure_no_auth:
         raise StartupError(
             f"--bind {exposed[0]} without a password would open every prefix to the network: "
             "set --requirepass-file, or say --insecure-no-auth"

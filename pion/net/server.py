@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from types import CoroutineType
@@ -30,6 +30,7 @@ from pion.commands import Dispatcher, ServerState, table
 from pion.commands.commits import Later
 from pion.commands.computing import Computing
 from pion.config import Options
+from pion.net.fastlane import FastLane, open_listeners
 from pion.net.lane import Lane
 from pion.net.listeners import address_text, open_tcp, open_unix, raise_descriptor_limit
 from pion.store.engine import Engine
@@ -64,6 +65,7 @@ class Server:
         self._accepting: list[trio.CancelScope] = []  # one a listener
         self._urgent = False
         self._lane: Lane | None = None
+        self._binary: list[tuple[socket.socket, str]] = []
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -86,6 +88,7 @@ class Server:
             self._connect_parts(port)
             try:
                 self._open_lane()
+                self._open_binary_lane(port)
                 await self._serve(port, task_status)
             finally:
                 if self._lane is not None:
@@ -128,8 +131,13 @@ class Server:
             return
         self.state.lane = self._lane.path
 
+    def _open_binary_lane(self, port: int) -> None:
+        self._binary = open_listeners(self.options, port)
+        if self._binary:
+            self.state.binary.port = self._binary[0][0].getsockname()[1]
+
     def _close_listeners(self) -> None:
-        for sock, name in self.listeners:
+        for sock, name in [*self.listeners, *self._binary]:
             if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
                 try:
                     os.unlink(name)
@@ -190,14 +198,19 @@ class Server:
             if trio.lowlevel.current_root_task() is not None and _in_main_thread():
                 await nursery.start(self._watch_signals)
             for sock, name in self.listeners:
-                nursery.start_soon(self._accept, sock, name)
+                nursery.start_soon(self._accept, sock, name, self._welcome)
                 # In one write with its end: unbuffered, print would let a line of the log come between.
                 print(f"Ready to accept connections on {name}\n", end="", flush=True)
+            if self._binary:
+                welcome = FastLane(self.plane, self.dispatcher, nursery.start_soon).welcome
+                for sock, name in self._binary:
+                    nursery.start_soon(self._accept, sock, name, welcome)
+                    print(f"Ready to accept binary requests on {name}\n", end="", flush=True)
             task_status.started(port)
             await self.stopping.wait()
             for scope in self._accepting:
                 scope.cancel()
-            for sock, _ in self.listeners:
+            for sock, _ in [*self.listeners, *self._binary]:
                 if sock.family != socket.AF_UNIX:
                     sock.close()
             await self._drain()
@@ -229,7 +242,9 @@ class Server:
             value = Err(errors.INTERNAL)
         self.plane.resume(conn, value)
 
-    async def _accept(self, listener: socket.socket, name: str) -> None:
+    async def _accept(
+        self, listener: socket.socket, name: str, welcome: Callable[[socket.socket, Any, str], None]
+    ) -> None:
         with trio.CancelScope() as scope:
             self._accepting.append(scope)
             while True:
@@ -246,7 +261,7 @@ class Server:
                     log.warning("cannot accept a connection: %s", error.strerror)
                     await trio.sleep(0.1)
                     continue
-                self._welcome(sock, address, name)
+                welcome(sock, address, name)
                 await trio.lowlevel.checkpoint()
 
     def _welcome(self, sock: socket.socket, address: Any, name: str) -> None:

@@ -351,7 +351,6 @@ def test_the_published_attributes(cache_of: Callable[..., PionPromptCache]) -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"stage2": True}, "stage2=True is not in this version"),
         ({"checkpoints": 0}, "checkpoints must be a positive number"),
         ({"vquant": "bf16_rope_fp8_body"}, "vquant='bf16_rope_fp8_body' needs a width"),
         ({"v_format": "fp17"}, "unknown v_format 'fp17'"),
@@ -425,8 +424,6 @@ def test_the_seeds_name_exports_the_same_class() -> None:
     import pion_vllm_mlx
 
     assert pion_vllm_mlx.PionPromptCache is PionPromptCache
-    with pytest.raises(AttributeError, match=r"the attention patch.* is not in pion-server"):
-        _ = pion_vllm_mlx.install_pion_attention_patch  # type: ignore[attr-defined]
     done = subprocess.run([sys.executable, "-m", "pion_vllm_mlx", "serve"], capture_output=True, text=True, check=False)
     assert (done.returncode, "'serve' is not in this version" in done.stderr) == (2, True)
     assert Path(pion_vllm_mlx.__file__).parent.name == "pion_vllm_mlx"

@@ -33,6 +33,31 @@ print(json.dumps({"from": mlx_lm.__file__, "hits": pc.hits, "offset": cache[0].o
 """
 
 
+PATCH_PROGRAM = """
+import json, os, sys
+from tests.support import families, models
+import pion, mlx_lm
+from pion.client.caches import new_cache
+mx = models.mx
+ids, suffix = families.tokens(150), families.tokens(7, 2)
+seen = {}
+pion.install_pion_attention_patch()
+for family in sys.argv[2:]:
+    model = families.tiny(family)
+    cache = new_cache(model)
+    mx.eval(model(mx.array([ids]), cache=cache))
+    want = models.greedy(model, cache, suffix, 30)
+    for lane in ("process", "resp"):
+        os.environ["PION_ATTEND_LANE"] = lane
+        with pion.PionPromptCache(model, vquant="native", port=int(sys.argv[1]), stage2=True) as pc:
+            pc.get_or_prefill(ids, family)
+            cache = pion.make_pion_prompt_cache(model, family, pc, len(ids))
+            got = models.greedy(model, cache, suffix, 30)
+            seen[f"{family} {lane}"] = got == want and pc.stats()["attend"]["lanes"][lane] > 0
+print(json.dumps({"from": mlx_lm.__file__, "seen": seen, "report": pion.mlx_lm_seam_report()}))
+"""
+
+
 FILE_PROGRAM = """
 import hashlib, json, sys
 from tests.support import models
@@ -88,6 +113,17 @@ def test_one_version_fetches_what_another_stored(tmp_path: Path, first: str) -> 
     assert cold["hits"] == 0
     assert {version: seen["hits"] for version, seen in warm.items()} == dict.fromkeys(warm, 1)
     assert {version: seen["tokens"] for version, seen in warm.items()} == dict.fromkeys(warm, cold["tokens"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_attention_patch_fits_every_version(tmp_path: Path, version: str) -> None:
+    """Masks were arrays up to 0.21, and are words or made by the cache since."""
+    names = ["llama"] if version == "0.20.1" else ["llama", "gemma3"]  # which knows no Gemma3
+    with start_server("--kvcache", dir=tmp_path) as server:
+        found = run(version, server.port, *names, program=PATCH_PROGRAM)
+    assert found["seen"] == dict.fromkeys((f"{name} {lane}" for name in names for lane in ("process", "resp")), True)
+    assert found["report"]["signature_ok"]
+    assert version in (INSTALLED, found["report"]["mlx_lm_version"])
 
 
 def test_files_are_those_of_the_version_that_is_installed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pion import Client, PionPromptCache
 from pion.client.caches import pack_rows
 from pion.testing import server as start_server
 from tests.support import models, published
+from tests.support.binary import beside
 from tests.support.mlx_lm_versions import mlx_lm_folder
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
@@ -124,6 +125,30 @@ def test_its_attention_methods(tmp_path: Path) -> None:
     assert set(seen["cold"]) == {"query", "fused", "sparse"}
     assert min(seen["cold"].values()) >= 0.99, seen["cold"]
     assert seen["rehydrated"] == 3
+
+
+def test_its_fused_queries_take_the_binary_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lane 2 is the binary one, its lane 3 RESP: the same bits on both, also of a layer that had gone cold."""
+    seen = {}
+    for lane in ("binary", "RESP"):
+        if lane == "RESP":
+            monkeypatch.setenv("PION_PROMPT_CACHE_NO_BINARY", "1")
+        with beside("--attend-warm-slots", "8") as server:
+            script = published.SCRIPT.with_name("published_lanes.py")
+            seen[lane] = published.run(str(server.port), "8", script=script)
+            with Client(port=server.port) as client:
+                told = dict(line.split(":", 1) for line in client.call("INFO", "attention").decode().splitlines()[1:])
+            asked = len(seen[lane]["sums"])
+            calls = commandstats(server.port)["attend.prefix.query_fused"]
+            if lane == "binary":
+                assert (int(told["binary_queries"]), int(told["binary_coldmisses"])) == (asked, 1)
+                assert int(told["binary_requests"]) == asked + 2, "a ping, and the query that found the layer cold"
+            else:
+                assert int(told["binary_requests"]) == 0
+            assert calls == {"calls": asked + 1, "failed": 1}
+            assert seen[lane]["rehydrated"] == 1
+    assert seen["binary"]["sums"] == seen["RESP"]["sums"]
+    assert len(set(seen["RESP"]["sums"])) == 19
 
 
 def test_its_attention_patch_generates_the_same_tokens(tmp_path: Path) -> None:

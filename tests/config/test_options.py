@@ -68,6 +68,15 @@ def test_flags_of_later_versions(flag: str) -> None:
         (["--bind", "nowhere"], "--bind 'nowhere' is not a valid IP address."),
         (["--memory-only", "--dir", "x"], "--memory-only keeps nothing on disk: drop --dir"),
         (["--port", "-1"], "nothing to listen on: --port -1 needs --unixsocket"),
+        (["--binary-port", "1975"], "--binary-port needs --kvcache: the binary lane serves queries of stored prefixes"),
+        (
+            ["--kvcache", "--binary-port", "1974"],
+            "--binary-port 1974 is the port of RESP: choose another one, or drop it for 1975",
+        ),
+        (
+            ["--kvcache", "--binary-port", "x"],
+            "invalid value for --binary-port: x (argument must be a port, 0 for any free one, or off)",
+        ),
     ],
 )
 def test_refused(argv: list[str], text: str) -> None:
@@ -199,6 +208,28 @@ def test_flags_of_attention() -> None:
     assert "must be one of the following: auto, metal, mlx, cpu, off" in refused("--attention", "cuda")
     assert "contradicts" in refused("--attention", "off", "--metal-attention")
     assert "--attend-warm-slots: 0" in refused("--attend-warm-slots", "0")
+
+
+@pytest.mark.parametrize(
+    ("argv", "port", "text"),
+    [
+        ([], None, ""),
+        (["--binary-port", "off"], -1, "off"),
+        (["--kvcache", "--binary-port", "0"], 0, "0"),
+        (["--kvcache", "--binary-port=4000"], 4000, "4000"),
+        (["--port", "0", "--kvcache", "--binary-port", "0"], 0, "0"),
+    ],
+)
+def test_the_port_of_the_binary_lane(argv: list[str], port: int | None, text: str) -> None:
+    options = parse_args(argv, {})
+    assert options.binary_port == port
+    assert options.parameters()["binary-port"] == text
+
+
+def test_a_binary_lane_alone_on_a_network_needs_a_password_too() -> None:
+    argv = ["--port", "-1", "--unixsocket", "/x", "--bind", "0.0.0.0", "--kvcache", "--binary-port", "4000"]
+    assert "without a password" in refused(*argv)
+    assert parse_args([*argv, "--requirepass", "pw"], {}).binary_port == 4000
 
 
 def test_config_names() -> None:

@@ -551,3 +551,45 @@ def test_a_plane_that_is_not_closed_is_freed(tmp_path):
     del plane
     gc.collect()
     assert conn.closed
+
+
+def test_a_connection_that_somebody_else_serves(rig):
+    """It counts, is busy between `begin` and `finish`, and ends as others do."""
+    plane, _ = rig
+    ended: list[int] = []
+    plane.on_close = lambda conn: ended.append(conn.id)
+    before = dict(plane.stats)
+    conn = open_conn(plane)
+    active = conn.last_active
+    assert plane.hold(conn, 1000, 1200)
+    assert (conn.input_bytes, plane.stats["input_bytes"] - before["input_bytes"]) == (1000, 1000)
+    plane.begin(conn, b"query")
+    assert (conn.pending, conn.last_cmd, conn.cmd_count) == (True, b"query", 1)
+    plane.close(conn)  # like CLIENT KILL: what is due still leaves
+    assert (conn.closing, conn.closed, ended) == (True, False, [])
+    plane.hold(conn, 0)
+    plane.finish(conn, 300)
+    assert (conn.closed, ended) == (True, [conn.id])
+    assert conn.last_active >= active
+    after = plane.stats
+    assert [after[name] - before[name] for name in ("commands_processed", "net_in", "net_out", "input_bytes")] == [
+        1, 1200, 300, 0,
+    ]  # fmt: skip
+    plane.finish(conn, 1)  # after the end nothing happens
+    plane.hold(conn, 0)
+    idle = open_conn(plane)
+    plane.close(idle)
+    assert ended == [conn.id, idle.id], "nothing is due: the end is now"
+    plane.on_close = None
+
+
+def test_what_is_held_for_all_connections_is_bounded(tmp_path: Path):
+    with memory_plane(tmp_path, limits={"query_buffer_total": 100_000}) as (plane, _):
+        one, other = open_conn(plane), open_conn(plane)
+        assert plane.hold(one, 60_000, 60_000)
+        assert not plane.hold(other, 60_000, 60_000)
+        assert plane.hold(other, 0)
+        plane.close(one, after_flush=False)
+        plane.hold(one, 0)
+        assert plane.hold(other, 100_000)
+        plane.hold(other, 0)
