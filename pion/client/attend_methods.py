@@ -83,7 +83,7 @@ class AttendMethods:
         return self._attend.run(asked)
 
     def attend_query_sparse_auto_fused(
-        self, namespace: str, layer_id: int, Q: Any, K_suf: Any, V_suf: Any, B: int, K_top: int,
+        self, namespace: str, layer_id: int, Q: Any, B: int, K_top: int, K_suf: Any, V_suf: Any,
         H_kv: int | None = None, head_map: Any = None, fa_window: int | None = None, selector: str = "block_mean", *,
         sinks: Any = None, with_mass: bool = False,
     ) -> Any:  # fmt: skip
@@ -94,10 +94,10 @@ class AttendMethods:
         )  # fmt: skip
         return self._attend.run(asked)
 
-    def attend_drop(self, *namespaces: str) -> int:
+    def attend_drop(self, namespace: str, *more: str) -> int:
         """Free what the server holds of these namespaces for attention; how many layers that were. What is stored of
         them stays."""
-        dropped: int = self._attend._run(self._attend.drop(namespaces))
+        dropped: int = self._attend._run(self._attend.drop((namespace, *more)))
         return dropped
 
 
@@ -142,7 +142,7 @@ class AsyncAttendMethods:
         return await self._run(asked)
 
     async def attend_query_sparse_auto_fused(
-        self, namespace: str, layer_id: int, Q: Any, K_suf: Any, V_suf: Any, B: int, K_top: int,
+        self, namespace: str, layer_id: int, Q: Any, B: int, K_top: int, K_suf: Any, V_suf: Any,
         H_kv: int | None = None, head_map: Any = None, fa_window: int | None = None, selector: str = "block_mean", *,
         sinks: Any = None, with_mass: bool = False,
     ) -> Any:  # fmt: skip
@@ -153,7 +153,7 @@ class AsyncAttendMethods:
         )  # fmt: skip
         return await self._run(asked)
 
-    async def attend_drop(self, *namespaces: str) -> int:
+    async def attend_drop(self, namespace: str, *more: str) -> int:
         """See `AttendMethods.attend_drop`."""
-        dropped: int = await self._run(self._attend.drop(namespaces))
+        dropped: int = await self._run(self._attend.drop((namespace, *more)))
         return dropped

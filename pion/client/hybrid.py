@@ -96,29 +96,29 @@ class HybridRetrievalCache:
 
     # --- one chunk that opens the prompt --------------------------------------------------------------------------
 
-    def ingest(self, chunk_id: str, token_ids: Any) -> Entry:
+    def ingest(self, chunk_id: str, chunk_token_ids: Any) -> Entry:
         """Compute the K/V of a chunk, unless these very tokens are known already.
 
         Args:
             chunk_id: any text; an id that holds other tokens gets these.
-            token_ids: at least one.
+            chunk_token_ids: at least one.
 
         Returns:
             The entry of the manifest.
         """
         with self._lock:
             chunks = self._chunks.begin()
-            return chunks.take_in(chunk_id, chunks.checked(token_ids, "the chunk"), 0)
+            return chunks.take_in(chunk_id, chunks.checked(chunk_token_ids, "the chunk"), 0)
 
     def prepare(
-        self, chunk_id: str, suffix_ids: Any = (), chunk_token_count: int | None = None
+        self, chunk_id: str, suffix_token_ids: Any = (), chunk_token_count: int | None = None
     ) -> tuple[list[Any], list[int]]:
         """A cache that holds a chunk, and what is still to be fed to the model.
 
         Args:
             chunk_id: an ingested chunk.
-            suffix_ids: the rest of the prompt. Nothing, or None: the chunk's last token is taken out of the cache and
-                returned instead, since a model needs a token to go on from.
+            suffix_token_ids: the rest of the prompt. Nothing, or None: the chunk's last token is taken out of the
+                cache and returned instead, since a model needs a token to go on from.
             chunk_token_count: how many tokens the chunk has, for a process that has no manifest (backend ``"pion"``).
 
         Raises:
@@ -129,7 +129,7 @@ class HybridRetrievalCache:
         """
         started = time.perf_counter()
         with self._lock:
-            suffix = self._suffix(suffix_ids)
+            suffix = self._suffix(suffix_token_ids)
             entry = self._manifest.get(chunk_id)
             if entry is not None and "encoded_at" in entry:
                 raise KeyError(
@@ -144,7 +144,7 @@ class HybridRetrievalCache:
 
     # --- several ---------------------------------------------------------------------------------------------------
 
-    def set_shared_stub(self, token_ids: Any) -> dict[str, int]:
+    def set_shared_stub(self, stub_token_ids: Any) -> dict[str, int]:
         """Compute the instruction that opens every composition; it carries the ``<bos>``, packs do not.
 
         Packs that were computed behind another stub are computed again when they are used next.
@@ -158,16 +158,16 @@ class HybridRetrievalCache:
         with self._lock:
             self._movable()
             chunks = self._chunks.begin()
-            ids = chunks.checked(token_ids, "the stub")
+            ids = chunks.checked(stub_token_ids, "the stub")
             chunks.set_stub(ids)
             return {"stub_tokens": len(ids)}
 
-    def ingest_pack(self, chunk_id: str, token_ids: Any) -> Entry:
+    def ingest_pack(self, chunk_id: str, chunk_token_ids: Any) -> Entry:
         """Compute the K/V of a chunk behind the stub, unless that was done.
 
         Args:
             chunk_id: any text; an id that holds other tokens gets these.
-            token_ids: at least one, encoded with ``add_special_tokens=False``.
+            chunk_token_ids: at least one, encoded with ``add_special_tokens=False``.
 
         Returns:
             The entry of the manifest; ``encoded_at`` is the length of the stub.
@@ -177,17 +177,17 @@ class HybridRetrievalCache:
         """
         with self._lock:
             stub = self._shared_stub("ingest_pack")
-            ids = self._chunks.checked(token_ids, "the chunk")
+            ids = self._chunks.checked(chunk_token_ids, "the chunk")
             return self._chunks.take_in(chunk_id, np.concatenate([stub.ids, ids]), len(stub.ids))
 
     def prepare_multi(
-        self, chunk_ids: Sequence[str], suffix_ids: Any = (), max_packs: int = 8, allow_fine_grain: bool = False
+        self, chunk_ids: Sequence[str], suffix_token_ids: Any = (), max_packs: int = 8, allow_fine_grain: bool = False
     ) -> tuple[list[Any], list[int]]:
         """A cache that holds the stub and these packs in this order, and what is still to be fed to the model.
 
         Args:
             chunk_ids: ingested packs; one may come twice.
-            suffix_ids: the rest of the prompt, see `prepare`.
+            suffix_token_ids: the rest of the prompt, see `prepare`.
             max_packs: more are refused,
             allow_fine_grain: unless this says that it is meant.
 
@@ -211,7 +211,7 @@ class HybridRetrievalCache:
             stub = self._shared_stub("prepare_multi")
             if self._refused is not None:
                 raise caches.PionMlxCompatError(self._refused)
-            suffix = self._suffix(suffix_ids)
+            suffix = self._suffix(suffix_token_ids)
             packs = {
                 chunk_id: self._chunks.find(chunk_id, self._multi_entry(chunk_id))
                 for chunk_id in dict.fromkeys(chunk_ids)

@@ -139,11 +139,11 @@ class Stage2(AttendMethods, LayerMethods):
         """Milliseconds spent on them."""
         return self._attend.query_ms_total
 
-    def attend_drop(self, *namespaces: str) -> int:
+    def attend_drop(self, namespace: str, *more: str) -> int:
         """Free what the server, and this process, hold of these namespaces for attention; how many layers the server
         freed. What is stored of them stays."""
-        self._residents.drop(*namespaces)
-        return super().attend_drop(*namespaces)
+        self._residents.drop(namespace, *more)
+        return super().attend_drop(namespace, *more)
 
     # --- beside the steps of a prefix -----------------------------------------------------------------------------
 

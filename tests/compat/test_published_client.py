@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pion_vllm_mlx
 from pion import Client, PionPromptCache
 from pion.client.caches import pack_rows
 from pion.testing import server as start_server
 from tests.support import models, published
 from tests.support.binary import beside
 from tests.support.mlx_lm_versions import mlx_lm_folder
+from tests.support.published_signatures import positional
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 models.need_mlx()
 mx = models.mx
 
 PREFIX = "You are the assistant of the Harbour Street Library. Answer in one short sentence. It opens at ten."
+
+
+def test_our_calls_take_what_its_calls_take() -> None:
+    """The same parameters in the same order with the same defaults; what ours take besides stands behind them."""
+    script = Path(published.__file__).with_name("published_signatures.py")
+    theirs = published.run(script=script)
+    assert {"PionPromptCache", "HybridRetrievalCache.prepare_multi", "make_pion_prompt_cache"} <= theirs.keys()
+    for name, parameters in theirs.items():
+        ours = positional(operator.attrgetter(name)(pion_vllm_mlx))
+        for number, (parameter, default) in enumerate(parameters):
+            assert (name, ours[number][0]) == (name, parameter)
+            assert not default or (name, *ours[number]) == (name, parameter, default)
 
 
 def fp16_sums(cache: list[Any], count: int) -> list[str]:
