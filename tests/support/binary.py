@@ -49,7 +49,11 @@ class Binary:
         if buffers is not None:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffers)
         self.sock.settimeout(timeout)
-        self.sock.connect(("127.0.0.1", port))
+        try:
+            self.sock.connect(("127.0.0.1", port))
+        except OSError:
+            self.sock.close()
+            raise
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Binary:
