@@ -254,3 +254,16 @@ def receive_all(sock: socket.socket) -> bytes:
     while data := sock.recv(1 << 20):
         parts.append(data)
     return b"".join(parts)
+
+
+def open_conn(plane: Plane) -> Conn:
+    """A connection without a descriptor, logged in."""
+    conn = plane.open_memory()
+    conn.authenticated = True
+    return conn
+
+
+def ask(plane: Plane, conn: Conn, *parts: bytes | str | int) -> bytes:
+    """What one command is answered."""
+    plane.feed(conn, frame(*parts))
+    return plane.take_output(conn)
