@@ -152,11 +152,13 @@ def store(
         held = info[0].partition(b"\r\ndigest:")[2].partition(b"\r\n")[0].decode()
         raise MismatchError(f"MISMATCH prefix {_text(ns)!r} is stored with the digest {held}, none was given")
 
+    belongs: list[Part] = [] if digest is None else ["DIGEST", digest]  # and not to who replaced it meanwhile
+
     def rows() -> Iterator[Command]:
         for index in range(len(sides[0])):
             for sid, side in zip(sids, sides, strict=True):
                 data = rows_of(side[index]).data
-                yield "V.STOREBATCH", sid, index, 0, tokens, data, "FMT", _WIRE[name]
+                yield "V.STOREBATCH", sid, index, 0, tokens, data, "FMT", _WIRE[name], *belongs
 
     replies = yield Flight(rows())
     try:
@@ -165,7 +167,10 @@ def store(
                 raise reply_error(f"{reply} (layer {number // 2} of {'KV'[number % 2]}, prefix {_text(ns)!r})")
             expect_ok(reply, "V.STOREBATCH")
     except CommandError:
-        yield from _drop_incomplete(ns, layers, tokens)
+        if digest is not None:
+            yield Flight([["KV.PREFIX.ABANDON", ns, digest]])
+        else:
+            yield from _drop_incomplete(ns, layers, tokens)
         raise
 
 

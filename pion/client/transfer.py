@@ -220,28 +220,27 @@ def send(
 
     Raises:
         CommandError: the first refusal. A prefix that is incomplete by it is dropped again.
-        IncompleteError: the entry was replaced meanwhile and may now hold parts of two prefixes. It was dropped.
+        IncompleteError: the entry was dropped or replaced meanwhile: what it holds now is another's work, and whole.
     """
     layers: set[int] = set()
 
     def commands() -> Iterator[Command]:
         for layer, side, data in rows:
             layers.add(layer)
-            yield "V.STOREBATCH", _sids(namespace)[side], layer, 0, count, data.data, "FMT", _WIRE[dtype]
+            place = _sids(namespace)[side], layer, 0, count
+            yield "V.STOREBATCH", *place, data.data, "FMT", _WIRE[dtype], "DIGEST", digest
         for number, state in states.items():
-            yield "SSM.PREFIX.STORE", namespace, number, state
+            yield "SSM.PREFIX.STORE", namespace, number, state, "DIGEST", digest
         yield from _infos(namespace)
         yield from tail
 
     replies = yield Flight(commands())
     *stored, keys, values = replies[: len(replies) - len(tail)]
     if not all(isinstance(info, bytes) and lines_of(info).get("digest") == digest for info in (keys, values)):
-        if "OK" in stored:  # parts of it are in what somebody else made, or in what no REGISTER did
-            yield Flight([["KV.PREFIX.DROP", namespace]])
-        raise_first(stored)
+        raise_first(reply for reply in stored if not _absent(reply) and getattr(reply, "code", "") != "MISMATCH")
         if any(isinstance(info, ReplyError) for info in (keys, values)):
             raise IncompleteError("the namespace was dropped meanwhile")
-        raise IncompleteError("the namespace was given to something else meanwhile; it was dropped")
+        raise IncompleteError("the namespace was given to something else meanwhile")
     try:
         for reply in stored:
             expect_ok(reply, "V.STOREBATCH")
@@ -249,18 +248,18 @@ def send(
         of_states = stored[len(stored) - len(states) :] if states else []
         lost = any(reply != "OK" for reply in of_states)
         if lost or not all(_whole(lines_of(info), len(layers), count) for info in (keys, values)):
-            yield Flight([["KV.PREFIX.DROP", namespace]])
+            yield Flight([abandon_command(namespace, digest)])
         raise
 
 
+def abandon_command(namespace: str | bytes, digest: str) -> Command:
+    """Drops a prefix that is not complete, if it has this digest: no other one's."""
+    return ["KV.PREFIX.ABANDON", namespace, digest]
+
+
 def abandon(namespace: str, digest: str) -> Steps[None]:
-    """Drop what a store left behind that broke off: the entry of this digest if it is not complete, or states that no
-    REGISTER declared. An entry of something else is another's."""
-    info, about = yield Flight([_infos(namespace)[0], ["KV.PREFIX.INFO", namespace]])
-    complete = isinstance(about, bytes) and b"complete:1" in about.split(b"\r\n")
-    ours = isinstance(info, bytes) and lines_of(info).get("digest") == digest
-    if (ours and not complete) or _absent(info):
-        yield Flight([["KV.PREFIX.DROP", namespace]])
+    """Drop what a store left behind that broke off. An entry of something else is another's."""
+    yield Flight([abandon_command(namespace, digest)])
 
 
 def _absent(info: Any) -> bool:

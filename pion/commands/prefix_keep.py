@@ -1,4 +1,4 @@
-"""KV.PREFIX.PIN, UNPIN, EXPIRE, PERSIST, LEASE and INFO: what keeps a prefix, what ends it, and what is held."""
+"""KV.PREFIX.ABANDON, PIN, UNPIN, EXPIRE, PERSIST, LEASE and INFO: what keeps a prefix, what ends it, what is held."""
 
 from __future__ import annotations
 
@@ -32,6 +32,26 @@ def _names(ctx: Context, argv: list[bytes]) -> list[bytes]:
     if len(argv) < 2:
         raise kv.requires(argv[0].decode("ascii", "replace").upper(), "ns_key [ns_key ...]")
     return [kv.namespace(ctx, raw, bounded=False) for raw in argv[1:]]
+
+
+@command(
+    "KV.PREFIX.ABANDON", -1, "write", 0, 0, 0, "prefix", "0.1.0",
+    "Drops a prefix that is not complete, if it has this digest.", "O(1)",
+)  # fmt: skip
+def abandon(ctx: Context, argv: list[bytes]) -> Any:
+    """`ns digest` -> 1 when it was dropped: what a store that broke off has left behind, and nobody else's."""
+    engine = kv.engine(ctx)
+    if len(argv) != 3:
+        raise kv.requires("KV.PREFIX.ABANDON", "ns_key digest")
+    ns, digest = kv.namespace(ctx, argv[1], bounded=False), kv.digest(argv[2])
+
+    def act() -> Any:
+        dropped = engine.abandon(ns, digest)
+        if dropped:
+            ctx.server.attention.forget(ns)
+        return kv.acknowledged(ctx, int(dropped))
+
+    return _loaded(ctx, [ns], act)
 
 
 @command(

@@ -23,22 +23,38 @@ def _layer(raw: bytes) -> int:
     return layer
 
 
+def _digest(options: list[bytes]) -> str | None:
+    if not options:
+        return None
+    if len(options) != 2 or args.upper(options[0]) != b"DIGEST":
+        raise CommandError("ERR SSM.PREFIX.STORE: unknown option (expected DIGEST hex)")
+    return kv.digest(options[1])
+
+
 @command(
     "SSM.PREFIX.STORE", -1, "write", 0, 0, 0, "state", "0.1.0",
     "Stores the recurrent state of one layer.", "O(N) for N bytes", stream_arg=_BLOB,
 )  # fmt: skip
 def store(ctx: Context, argv: list[Any]) -> Any:
-    """`sid layer blob`: replaces the state that was there."""
+    """`sid layer blob [DIGEST hex]`: replaces the state that was there; with DIGEST a MISMATCH unless the prefix has
+    it."""
     if len(argv) <= _BLOB:
         raise kv.requires("SSM.PREFIX.STORE", "session_id layer_id state_blob")
     layer = _layer(argv[2])
     if layer > _MAX_LAYER:
         raise CommandError("ERR SSM.PREFIX.STORE failed (alloc or worker bound)")
-    blob = argv[_BLOB]
-    if isinstance(blob, bytes | bytearray | memoryview):
-        ctx.engine.ssm_store(argv[1], layer, blob)
+    blob, options = argv[_BLOB], argv[_BLOB + 1 :]
+    streamed = not isinstance(blob, bytes | bytearray | memoryview)
+    try:
+        digest = _digest(options)
+    except CommandError:
+        if streamed:
+            ctx.engine.v_store_abort(blob)
+        raise
+    if streamed:
+        ctx.engine.ssm_store_finish(blob, digest)
     else:
-        ctx.engine.ssm_store_finish(blob)
+        ctx.engine.ssm_store(argv[1], layer, blob, digest)
     return kv.acknowledged(ctx, OK)
 
 

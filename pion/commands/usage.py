@@ -141,6 +141,7 @@ KV.PREFIX.BLOCKS namespace
 KV.PREFIX.MEMBERSHIP namespace count hashes
 KV.PREFIX.WHY namespace
 KV.PREFIX.PIN namespace...
+KV.PREFIX.ABANDON namespace digest
 KV.PREFIX.UNPIN namespace...
 KV.PREFIX.EXPIRE namespace seconds [NX | XX | GT | LT]
 KV.PREFIX.PERSIST namespace
@@ -152,14 +153,14 @@ KV.PREFIX.LANE namespace
 KV.PREFIX.WARM namespace heads head-dim [attend-sid]
 KV.PREFIX.SAVE [path]
 V.CREATE sid (dim [VQUANT format] | [default-dim] SCHEMA layers spec...)
-V.STOREBATCH sid layer start count values [FMT (F32 | F16 | BF16)]
+V.STOREBATCH sid layer start count values [FMT (F32 | F16 | BF16)] [DIGEST hex]
 V.FETCH sid (layer (RANGE start end | token-id...) | BATCH start end [layers]) [FMT (NATIVE | RAW)]
 V.INFO [sid]
 V.SNAPSHOT sid
 V.RESTORE sid snapshot
 V.COMMIT sid snapshot
 V.EXPORT k-sid v-sid start end layers heads head-dim
-SSM.PREFIX.STORE sid layer value
+SSM.PREFIX.STORE sid layer value [DIGEST hex]
 SSM.PREFIX.FETCH sid layer
 SSM.PREFIX.DROP sid [layer]
 KV.PREFIX.WARM namespace kv-heads head-dim [sid]

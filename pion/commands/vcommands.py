@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _BLOB: Final = 5  # argv index of STOREBATCH's rows
 _INPUT_FORMATS: Final = (b"F16", b"BF16", b"F32")
 _STORE_OPTION: Final = "ERR V.STOREBATCH: unknown option (expected FMT F16)"
+_DIGEST: Final = b"DIGEST"
 _FETCH_FORMATS: Final = (b"NATIVE", b"RAW")
 
 
@@ -79,13 +80,14 @@ def _place(engine: Any, argv: list[bytes]) -> tuple[bytes, int, int, int]:
     return sid, layer, start, count
 
 
-def _input_format(options: list[bytes]) -> str:
-    """The format of the rows: declared, never inferred; FP32 without an option."""
-    if not options:
-        return "F32"
-    if len(options) != 2 or args.upper(options[0]) != b"FMT" or args.upper(options[1]) not in _INPUT_FORMATS:
+def _store_options(options: list[bytes]) -> tuple[str, str | None]:
+    """The format of the rows: declared, never inferred, FP32 without an option. And the digest that the prefix must
+    have."""
+    given = {args.upper(name): value for name, value in zip(options[::2], options[1::2], strict=False)}
+    fmt = args.upper(given.get(b"FMT", b"F32"))
+    if 2 * len(given) != len(options) or not given.keys() <= {b"FMT", _DIGEST} or fmt not in _INPUT_FORMATS:
         raise CommandError(_STORE_OPTION)
-    return args.upper(options[1]).decode()
+    return fmt.decode(), kv.digest(given[_DIGEST]) if _DIGEST in given else None
 
 
 def _check_size(engine: Any, place: tuple[bytes, int, int, int], fmt: str, got: int) -> None:
@@ -107,7 +109,8 @@ def _check_size(engine: Any, place: tuple[bytes, int, int, int], fmt: str, got: 
     "Stores rows of one layer.", "O(N) for N rows", stream_arg=_BLOB,
 )  # fmt: skip
 def storebatch(ctx: Context, argv: list[Any]) -> Any:
-    """`sid layer start count rows [FMT F16|BF16|F32]`: row-major little-endian, FP32 without FMT."""
+    """`sid layer start count rows [FMT F16|BF16|F32] [DIGEST hex]`: row-major little-endian, FP32 without FMT; with
+    DIGEST a MISMATCH unless the prefix has it."""
     engine = kv.engine(ctx, hint=False)
     if len(argv) <= _BLOB:
         raise kv.requires("V.STOREBATCH", "session_id layer_id start_id count values_blob")
@@ -115,9 +118,9 @@ def storebatch(ctx: Context, argv: list[Any]) -> Any:
     if not isinstance(blob, bytes | bytearray | memoryview):
         return _finish_stream(ctx, engine, argv, blob)
     place = _place(engine, argv)
-    fmt = _input_format(argv[_BLOB + 1 :])
+    fmt, digest = _store_options(argv[_BLOB + 1 :])
     _check_size(engine, place, fmt, len(blob))
-    engine.v_store(*place, blob, fmt)
+    engine.v_store(*place, blob, fmt, digest)
     return kv.acknowledged(ctx, OK)
 
 
@@ -125,20 +128,20 @@ def _finish_stream(ctx: Context, engine: Any, argv: list[Any], sink: Any) -> Any
     """The end of a body that went straight to its file: same checks, same order, then it becomes visible."""
     try:
         place = _place(engine, argv)
-        fmt = _input_format(argv[_BLOB + 1 :])
+        fmt, digest = _store_options(argv[_BLOB + 1 :])
         _check_size(engine, place, fmt, sink.nbytes)
     except CommandError:
         if not getattr(sink, "discards", False):
             engine.v_store_abort(sink)
         raise
     if engine.v_store_heavy(sink, fmt):
-        return _finish_in_thread(ctx, sink, fmt)
-    engine.v_store_finish(sink, fmt)
+        return _finish_in_thread(ctx, sink, fmt, digest)
+    engine.v_store_finish(sink, fmt, digest)
     return kv.acknowledged(ctx, OK)
 
 
-async def _finish_in_thread(ctx: Context, sink: Any, fmt: str) -> Any:
-    await ctx.in_thread(ctx.engine.v_store_finish, sink, fmt)
+async def _finish_in_thread(ctx: Context, sink: Any, fmt: str, digest: str | None) -> Any:
+    await ctx.in_thread(ctx.engine.v_store_finish, sink, fmt, digest)
     return await settled(kv.acknowledged(ctx, OK))
 
 

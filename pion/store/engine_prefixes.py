@@ -136,6 +136,13 @@ class PrefixMethods:
         self._acknowledge()
         return dropped
 
+    def abandon(self, ns: bytes, digest: str) -> bool:
+        """Drop a prefix that was registered with this digest and is not complete; whether there was one."""
+        dropped = self._prefixes.abandon(ns, digest.lower())
+        if dropped:
+            self._acknowledge()
+        return dropped
+
     def owner(self, ns: bytes) -> int:
         """0 when the prefix is here, -1 otherwise (there is one worker)."""
         return 0 if self._prefixes.held(ns) else -1

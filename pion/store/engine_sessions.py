@@ -86,17 +86,24 @@ class SessionMethods:
         totals = self._store.totals
         return {"sessions": totals.sessions, "total_tokens": totals.rows, "total_fetches": self._sessions.fetches}
 
-    def v_store(self, sid: bytes, layer: int, start: int, count: int, blob: Buffer, fmt: str = "F32") -> None:
+    def v_store(
+        self, sid: bytes, layer: int, start: int, count: int, blob: Buffer, fmt: str = "F32", digest: str | None = None
+    ) -> None:
         """Store rows [start, start + count) of a layer.
 
         Args:
             blob: count x dim values, row-major, little-endian.
             fmt: of blob: F32, F16 or BF16.
+            digest: the prefix must have been registered with it.
+
+        Raises:
+            MismatchError: it was registered with another one, or none; nothing is stored.
         """
+        rows = sid, layer, start, count, blob, fmt, digest
         try:
-            self._sessions.store_rows(sid, layer, start, count, blob, fmt)
+            self._sessions.store_rows(*rows)
         except CrowdedError:
-            self._roomy(self._sessions.store_rows, sid, layer, start, count, blob, fmt)
+            self._roomy(self._sessions.store_rows, *rows)
         if self._policy == "always":
             self._acknowledge()
 
@@ -108,9 +115,9 @@ class SessionMethods:
         """`v_store_finish` has to convert the body in its file first: call it in a thread."""
         return writes.heavy(sink, fmt)
 
-    def v_store_finish(self, sink: Write, fmt: str) -> None:
-        """Publish the rows of a sink that has everything."""
-        self._sessions.finish_store(sink, fmt)
+    def v_store_finish(self, sink: Write, fmt: str, digest: str | None = None) -> None:
+        """Publish the rows of a sink that has everything; `digest` as in `v_store`."""
+        self._sessions.finish_store(sink, fmt, digest)
         self._acknowledge()
 
     def v_store_abort(self, sink: Write) -> None:
@@ -201,18 +208,18 @@ class SessionMethods:
 
     # --- recurrent state --------------------------------------------------------------------------------------------
 
-    def ssm_store(self, sid: bytes, layer: int, blob: Buffer) -> None:
-        """Replace the recurrent state of a layer."""
-        self._roomy(self._states.put, sid, layer, blob)
+    def ssm_store(self, sid: bytes, layer: int, blob: Buffer, digest: str | None = None) -> None:
+        """Replace the recurrent state of a layer; `digest` as in `v_store`."""
+        self._roomy(self._states.put, sid, layer, blob, digest)
         self._acknowledge()
 
     def ssm_store_open(self, sid: bytes, layer: int, nbytes: int) -> Write:
         """The same for a state that arrives in pieces."""
         return self._roomy(self._states.open, sid, layer, nbytes)
 
-    def ssm_store_finish(self, sink: Write) -> None:
-        """Publish a state that has arrived."""
-        self._states.finish(sink)
+    def ssm_store_finish(self, sink: Write, digest: str | None = None) -> None:
+        """Publish a state that has arrived; `digest` as in `v_store`."""
+        self._states.finish(sink, digest)
         self._acknowledge()
 
     def ssm_fetch(self, sid: bytes, layer: int) -> Extents | None:

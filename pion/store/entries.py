@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from pion._core import framing
-from pion.errors import CommandError, OutOfMemoryError
+from pion.errors import CommandError, MismatchError, OutOfMemoryError
 from pion.store import index, layout
 from pion.store.layout import UNDECLARED, Declared, Side
 
@@ -224,6 +224,17 @@ class Entry:
         if declared.rows is None or declared.layers is None:
             return True
         return self.rows is not None and self.rows.complete(declared.rows, declared.layers)
+
+    def expect(self, digest: str | None) -> None:
+        """What is about to be written belongs to this digest; None: it does not say.
+
+        Raises:
+            MismatchError: the entry is another one's, by now perhaps.
+        """
+        if digest is not None and self.declared.digest != digest.lower():
+            held = f"digest {self.declared.digest}" if self.declared.digest else "no digest"
+            name = self.name.decode("utf-8", "backslashreplace")
+            raise MismatchError(f"MISMATCH '{name}' is stored with another digest ({held}, not {digest})")
 
     def recount(self) -> None:
         """Totals from the rows."""

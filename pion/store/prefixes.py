@@ -181,6 +181,16 @@ class Prefixes:
                     dropped += 1
             return dropped
 
+    def abandon(self, ns: bytes, digest: str) -> bool:
+        """Drop what a store that broke off has left behind; what is complete, or another one's, stays."""
+        store = self.store
+        with store.lock:
+            entry = store.get(layout.PREFIX + ns)
+            if entry is None or entry.declared.digest != digest or (entry.mask == 3 and entry.complete):
+                return False
+            store.drop(entry, f"dropped by KV.PREFIX.ABANDON{_unfinished(entry)}")
+            return True
+
     def flush(self) -> int:
         """Drop every prefix, and the sessions that belong to none; how many prefixes there were."""
         with self.store.lock:

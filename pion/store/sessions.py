@@ -144,11 +144,14 @@ class Sessions:
 
     # --- storing ----------------------------------------------------------------------------------------------------
 
-    def store_rows(self, sid: bytes, layer: int, start: int, count: int, blob: Buffer, fmt: str) -> None:
-        """Rows that are in memory, in one write."""
+    def store_rows(
+        self, sid: bytes, layer: int, start: int, count: int, blob: Buffer, fmt: str, digest: str | None
+    ) -> None:
+        """Rows that are in memory, in one write; of the prefix with this digest, if it says so."""
         store = self.store
         with store.lock:
             entry, side, about = self.find(sid)
+            entry.expect(digest)
             source = writes.SOURCES[fmt]
             self._check_place(entry, about, layer, start, count, memoryview(blob).nbytes, source)
             store.touch(entry)
@@ -198,8 +201,9 @@ class Sessions:
                 store, entry, layout.STORE, nbytes, side=side, layer=layer, start=start, count=count
             )
 
-    def finish_store(self, sink: Write, fmt: str) -> None:
-        """The body has arrived and is of this format."""
+    def finish_store(self, sink: Write, fmt: str, digest: str | None) -> None:
+        """The body has arrived, is of this format, and belongs to this digest."""
+        writes.expect(self.store, sink, digest)
         about = sink.entry.sides[sink.side]
         width, start = 4 if fmt == "F32" else 2, sink.start
         if about is None or sink.nbytes != sink.count * about.of(sink.layer)[0] * width:

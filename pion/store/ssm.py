@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pion._core.stream import Extents
 from pion.errors import CommandError
 from pion.store import layout, loader, writes
-from pion.store.entries import Entry, Payload
+from pion.store.entries import Entry, Payload, SessionNotFoundError
 from pion.store.layout import UNDECLARED
 from pion.store.store import Store
 from pion.store.writes import Write
@@ -34,10 +34,15 @@ class States:
         key = layout.PREFIX + sid
         return self.store.get(key) or self.store.create(key, [None, None], UNDECLARED)
 
-    def put(self, sid: bytes, layer: int, blob: Buffer) -> None:
-        """Replace the state of one layer."""
+    def put(self, sid: bytes, layer: int, blob: Buffer, digest: str | None) -> None:
+        """Replace the state of one layer; of the prefix with this digest, if it says so."""
         store = self.store
         with store.lock:
+            if digest is not None:
+                found = store.get(layout.PREFIX + sid)
+                if found is None:
+                    raise SessionNotFoundError
+                found.expect(digest)
             entry = self._make(sid)
             store.touch(entry)
             self._publish(entry, layer, writes.append_payload(
@@ -52,9 +57,16 @@ class States:
             store.touch(entry)
             return writes.open_write(store, entry, layout.STATE, nbytes, side=layout.STATES, layer=layer)
 
-    def finish(self, sink: Write) -> None:
-        """The state has arrived."""
+    def finish(self, sink: Write, digest: str | None) -> None:
+        """The state has arrived, and belongs to this digest."""
         with self.store.lock:
+            try:
+                writes.expect(self.store, sink, digest)
+            except CommandError:
+                entry = sink.entry
+                if not (entry.gone or entry.mask or entry.states or entry.writers):  # made for this body
+                    self.store.drop(entry, "never complete: a state came for another prefix")
+                raise
             payload = writes.publish(self.store, sink)
             assert payload is not None
             self._publish(sink.entry, sink.layer, payload)

@@ -326,6 +326,15 @@ def publish(store: Store, sink: Write, fmt: str = "") -> Payload | None:
         raise
 
 
+def expect(store: Store, sink: Write, digest: str | None) -> None:
+    """A body that has arrived belongs to this digest: else it is abandoned, and MismatchError raised."""
+    try:
+        sink.entry.expect(digest)
+    except CommandError:
+        abandon(store, sink)
+        raise
+
+
 def check_arrived(sink: Write, command: str) -> None:
     if sink.error:
         raise StorageError(f"ERR {command} failed: {os.strerror(sink.error)}")
