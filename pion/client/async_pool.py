@@ -12,7 +12,8 @@ import trio
 from pion.client.address import Address
 from pion.client.connection import NOW, READ, WRITE, Connection, Flight, Steps, login
 from pion.client.errors import CallTimeoutError, ConnectionLostError
-from pion.client.pool import timed_out, unreachable
+from pion.client.pool import no_resp, timed_out, unreachable
+from pion.wire.resp import RemoteProtocolError
 
 __all__ = ["AsyncPool"]
 
@@ -93,6 +94,9 @@ async def fly(connection: Connection, flight: Flight, patience: float | None) ->
                 raise timed_out(connection.address, patience)
             wants = connection.step(ready)
         return connection.finish()
+    except RemoteProtocolError as error:
+        connection.close()
+        raise no_resp(connection.address, error) from error
     except BaseException:
         connection.close()
         raise

@@ -9,9 +9,7 @@ from typing import Final, TypeVar
 
 from pion.client.address import Address
 from pion.client.connection import Steps
-from pion.client.errors import ConnectionLostError
 from pion.client.pool import Pool
-from pion.wire.resp import RemoteProtocolError
 
 __all__ = ["Link"]
 
@@ -46,11 +44,7 @@ class Link:
         Raises:
             ConnectionLostError: the server is away, or what answers there is none.
         """
-        try:
-            return self.pool.run(steps, self.address.timeout)
-        except RemoteProtocolError as error:
-            what = f"{self.address} does not speak RESP; is this the port of a Pion server? ({error})"
-            raise ConnectionLostError(what) from error
+        return self.pool.run(steps, self.address.timeout)
 
     def paused(self) -> bool:
         """Whether the server was away a moment ago, so that asking it is not worth its time; counts as an outage."""

@@ -115,7 +115,14 @@ class MappedKV:
 
     def rows(self, side: int, layer: int) -> np.ndarray[Any, Any]:
         """The same as rows, (tokens, values); `side` 0 = K, 1 = V."""
-        return self.sides[side][layer].rows()
+        return self._layer(side, layer).rows()
+
+    def _layer(self, side: int, layer: int) -> MappedLayer:
+        if not self.sides[side]:
+            raise ValueError("this mapping was closed" if self.layers else "this prefix has no layers of rows")
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer}: the prefix has {self.layers}")
+        return self.sides[side][layer]
 
     def _array(self, side: int, layer: int) -> np.ndarray[Any, Any]:
         if not self.heads:

@@ -11,6 +11,7 @@ import select
 import socket
 import ssl as tls
 import threading
+import time
 import weakref
 from collections import deque
 from typing import Any, Final, TypeVar
@@ -18,6 +19,7 @@ from typing import Any, Final, TypeVar
 from pion.client.address import Address
 from pion.client.connection import NOW, READ, WRITE, Connection, Flight, Steps, login
 from pion.client.errors import CallTimeoutError, ConnectionLostError
+from pion.wire.resp import RemoteProtocolError
 
 __all__ = ["Pool", "fly", "open_socket", "run"]
 
@@ -79,8 +81,18 @@ def open_socket(address: Address) -> socket.socket:
         raise
 
 
-def fly(connection: Connection, flight: Flight, timeout: float | None) -> list[Any]:
-    """Run one flight to its end, blocking. Whatever interrupts it closes the connection."""
+def no_resp(address: Address, error: RemoteProtocolError) -> ConnectionLostError:
+    """The error of something that is there and is no such server."""
+    return ConnectionLostError(f"{address} does not speak RESP; is this the port of a Pion server? ({error})")
+
+
+def fly(connection: Connection, flight: Flight, timeout: float | None, until: float | None = None) -> list[Any]:
+    """Run one flight to its end, blocking. Whatever interrupts it closes the connection.
+
+    Args:
+        timeout: seconds without progress.
+        until: when it must be over, in monotonic seconds; None: whenever.
+    """
     poller = select.poll()
     registered = 0
     try:
@@ -93,24 +105,31 @@ def fly(connection: Connection, flight: Flight, timeout: float | None) -> list[A
             if wants != registered:
                 poller.register(connection.sock, _POLL[wants])
                 registered = wants
-            events = poller.poll(None if timeout is None else timeout * 1000)
-            if not events:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            patience = min((each for each in (timeout, left) if each is not None), default=None)
+            events = poller.poll(None if patience is None else patience * 1000)
+            if not events or left == 0.0:
                 raise timed_out(connection.address, timeout)
             found = events[0][1]
             trouble = READ | WRITE if found & _TROUBLE else 0
             ready = (READ if found & select.POLLIN else 0) | (WRITE if found & select.POLLOUT else 0)
             wants = connection.step(ready | trouble)
         return connection.finish()
+    except RemoteProtocolError as error:
+        connection.close()
+        raise no_resp(connection.address, error) from error
     except BaseException:
         connection.close()
         raise
 
 
-def run(connection: Connection, flight: Flight, steps: Steps[T], timeout: float | None) -> T:
+def run(
+    connection: Connection, flight: Flight, steps: Steps[T], timeout: float | None, until: float | None = None
+) -> T:
     """Run a procedure of several flights from its first one on, blocking."""
     try:
         while True:
-            flight = steps.send(fly(connection, flight, timeout))
+            flight = steps.send(fly(connection, flight, timeout, until))
     except StopIteration as done:
         result: T = done.value
         return result
@@ -147,10 +166,11 @@ class Pool:
 
     def open(self) -> Connection:
         """A new connection, logged in."""
+        until = time.monotonic() + self.address.connect_timeout
         connection = Connection(open_socket(self.address), self.address)
         try:
             steps = login(self.address)
-            run(connection, next(steps), steps, self.address.connect_timeout)
+            run(connection, next(steps), steps, self.address.connect_timeout, until)
         except BaseException:
             connection.close()
             raise

@@ -16,7 +16,7 @@ import trustme
 from pion.client.errors import CallTimeoutError, ConnectionLostError
 from pion.client.sync import Client
 from pion.errors import AuthenticationError, CommandError, MismatchError
-from pion.wire.resp import LocalProtocolError, RemoteProtocolError
+from pion.wire.resp import LocalProtocolError
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_a_server_that_hangs_up_or_talks_nonsense(client: Client, server: Any, a
     server.answer = answer
     with pytest.raises(ConnectionLostError, match="closed the connection"):
         client.pipeline([["PING"], ["BYE"], ["PING"]])
-    with pytest.raises(RemoteProtocolError, match="not a reply"):
+    with pytest.raises(ConnectionLostError, match="not a reply"):
         client.call("NONSENSE")
-    with pytest.raises(RemoteProtocolError, match="nobody asked for"):
+    with pytest.raises(ConnectionLostError, match="nobody asked for"):
         client.call("TWICE")
     assert client.call("ECHO", "fine") == b"fine"
 
