@@ -54,10 +54,10 @@ def merge(parts: Sequence[Part]) -> Part:
     joined = sum(part[0] * (weight / divisor)[..., None] for part, weight in zip(parts, weights, strict=True))
     with np.errstate(divide="ignore"):
         lse = base + np.log(total)
-    alone = np.count_nonzero(sums > -np.inf, axis=0) == 1
+    alone = np.count_nonzero(sums != -np.inf, axis=0) == 1  # what is not a number counts, and stays
     if alone.any():
         for (own, _), value in zip(parts, sums, strict=True):
-            joined = np.where((alone & (value > -np.inf))[..., None], own, joined)
+            joined = np.where((alone & (value != -np.inf))[..., None], own, joined)
     return _f32(joined), _f32(lse)
 
 

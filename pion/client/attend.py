@@ -20,19 +20,39 @@ from pion.client.errors import AttendError
 from pion.errors import AuthenticationError, CommandError, utf8
 from pion.wire.resp import Part, ReplyError
 
-__all__ = ["F32", "Attend", "Fused", "as_f32", "head_map_of", "raise_refused", "session", "warm"]
+__all__ = ["F32", "Attend", "Fused", "Pinned", "as_f32", "head_map_of", "raise_refused", "session", "warm"]
 
 F32 = NDArray[np.float32]
 
 _SUFFIX: Final = b"_attn"
+_DIGITS: Final = 32  # of a digest in the name of a session
 _ANY_TOP_K: Final = 1024  # sent where nobody knows the length; the server attends to all keys anyway
 _REMEMBERED: Final = 4096  # namespaces whose length is remembered
 _SELECTORS: Final = {"block_mean": 0, "block-mean": 0, "": 0, "quest": 1}
 _NO_WINDOW: Final = -1  # of the server's own; stands where a later argument needs a window before it
 
 
+class Pinned(str):
+    """A namespace, and what it held when it was asked for. Its session is one of that digest alone: when the name is
+    given to something else, questions fail, and are never answered with another prefix's K/V."""
+
+    __slots__ = ("digest",)
+    digest: str
+
+    @classmethod
+    def of(cls, namespace: str, digest: str | None) -> str:
+        """The namespace as it is where there is no digest."""
+        if not digest:
+            return namespace
+        made = cls(namespace)
+        made.digest = digest
+        return made
+
+
 def session(namespace: str | bytes) -> bytes:
     """The session that holds the K/V of a namespace."""
+    if isinstance(namespace, Pinned):
+        return f"{utf8(str(namespace), 'the namespace').decode()}:{namespace.digest[:_DIGITS]}".encode() + _SUFFIX
     return (utf8(namespace, "the namespace") if isinstance(namespace, str) else namespace) + _SUFFIX
 
 
@@ -162,7 +182,8 @@ def warm(namespace: str | bytes, heads: int, dim: int) -> Steps[int]:
         AttendError: the namespace is not stored, or the server computes no attention.
     """
     name = namespace.encode() if isinstance(namespace, str) else namespace
-    (reply,) = yield Flight([["KV.PREFIX.WARM", name, heads, dim, session(namespace)]])
+    only = ["DIGEST", namespace.digest] if isinstance(namespace, Pinned) else []
+    (reply,) = yield Flight([["KV.PREFIX.WARM", name, heads, dim, session(namespace), *only]])
     raise_refused(reply, "KV.PREFIX.WARM")
     count = str(reply).partition(" ")[0]
     if not count.isdigit():

@@ -25,9 +25,13 @@ class AttendMethods:
 
     _attend: AttendLanes
 
+    def _named(self, namespace: str) -> str:
+        """The namespace, and what is known to be stored there."""
+        return namespace
+
     def attend_store_layer(self, namespace: str, layer_id: int, K: Any, V: Any) -> None:
         """Hold the K/V of one layer, (H_kv, N, D) both; replaces what was there."""
-        self._attend._run(self._attend.store_layer(namespace, layer_id, K, V))
+        self._attend._run(self._attend.store_layer(self._named(namespace), layer_id, K, V))
 
     def attend_query(
         self, namespace: str, layer_id: int, Q: Any, top_k: int = 0, with_lse: bool = False,
@@ -46,7 +50,9 @@ class AttendMethods:
         Returns:
             Of Q's shape; with `with_lse` a pair of that and (H, M).
         """
-        return self._attend.run(self._attend.query(namespace, layer_id, Q, top_k, with_lse, fa_window, sinks))
+        return self._attend.run(
+            self._attend.query(self._named(namespace), layer_id, Q, top_k, with_lse, fa_window, sinks)
+        )
 
     def attend_query_fused(
         self, namespace: str, layer_id: int, Q: Any, K_suf: Any, V_suf: Any, head_map: Any,
@@ -63,7 +69,9 @@ class AttendMethods:
         Returns:
             (H_q, M, D).
         """
-        return self._attend.ask_fused(namespace, Fused.of(layer_id, Q, K_suf, V_suf, head_map, fa_window), sinks)
+        return self._attend.ask_fused(
+            self._named(namespace), Fused.of(layer_id, Q, K_suf, V_suf, head_map, fa_window), sinks
+        )
 
     def attend_query_sparse_auto(
         self, namespace: str, layer_id: int, Q: Any, B: int, K_top: int, H_kv: int | None = None, head_map: Any = None,
@@ -78,7 +86,7 @@ class AttendMethods:
             with_mass: also answer which share of each head's full softmax was seen, (H_q,).
         """
         asked = self._attend.query_sparse_auto(
-            namespace, layer_id, Q, B, K_top, H_kv, head_map, fa_window, selector, None, sinks, with_mass
+            self._named(namespace), layer_id, Q, B, K_top, H_kv, head_map, fa_window, selector, None, sinks, with_mass
         )
         return self._attend.run(asked)
 
@@ -89,8 +97,8 @@ class AttendMethods:
     ) -> Any:  # fmt: skip
         """The same, and all of a suffix (H_kv, S, D), of which `H_kv` follows."""
         asked = self._attend.query_sparse_auto(
-            namespace, layer_id, Q, B, K_top, _heads(H_kv, K_suf), head_map, fa_window, selector, (K_suf, V_suf), sinks,
-            with_mass,
+            self._named(namespace), layer_id, Q, B, K_top, _heads(H_kv, K_suf), head_map, fa_window, selector,
+            (K_suf, V_suf), sinks, with_mass,
         )  # fmt: skip
         return self._attend.run(asked)
 

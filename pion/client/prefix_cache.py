@@ -2,7 +2,7 @@
 
     install_pion_attention_patch()
     pc = PionPromptCache(model, stage2=True)
-    if not pc.lookup(ns):
+    if not pc.lookup(ns, prefix_ids):
         pc.get_or_prefill(prefix_ids, namespace=ns)
     cache = make_pion_prompt_cache(model, ns, pc, prefix_len=len(prefix_ids))
     text = generate(model, tok, prompt=suffix_ids, prompt_cache=cache)
@@ -328,7 +328,7 @@ def make_pion_prompt_cache(
         name = type(slot).__name__
         sparse = sparse_full_layers if place in built.layout.rows and kinds.get(place, "full") == "full" else None
         if place in built.remote:
-            slot = PionPrefixCache(place, namespace, prompt_cache, prefix_len, None, sparse,
+            slot = PionPrefixCache(place, built.namespace, prompt_cache, prefix_len, None, sparse,
                                    attend_layer=built.remote[place], suffix=slot)  # fmt: skip
         elif name in ("KVCache", "RotatingKVCache"):
             window = slot.max_size if name == "RotatingKVCache" else None

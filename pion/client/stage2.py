@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pion.client import assembly, caches, transfer
-from pion.client.attend import raise_refused, session, warm
+from pion.client.attend import Pinned, raise_refused, session, warm
 from pion.client.attend_lanes import VARIABLE
 from pion.client.attend_methods import AttendMethods
 from pion.client.caches import CacheOptions, Layout, PionMlxCompatError
@@ -72,14 +72,22 @@ class Built:
     """A prompt cache to attend with.
 
     Attributes:
+        namespace: of the prefix, as the server is asked for it.
         cache: the model's own slots; those that are on the server are empty, for the suffix.
         remote: by slot that is on the server, its layer in the session.
         layout: of the model.
     """
 
+    namespace: str
     cache: list[Any]
     remote: dict[int, int]
     layout: Layout
+
+
+def pinned(namespace: str) -> Steps[str]:
+    """The namespace, and the digest of what is stored there now."""
+    (info,) = yield Flight([["V.INFO", f"{namespace}_pk"]])
+    return Pinned.of(namespace, lines_of(info).get("digest") if isinstance(info, bytes) else None)
 
 
 def held(namespace: str) -> Steps[Held]:
@@ -139,11 +147,16 @@ class Stage2(AttendMethods, LayerMethods):
         """Milliseconds spent on them."""
         return self._attend.query_ms_total
 
+    def _named(self, namespace: str) -> str:
+        return Pinned.of(namespace, self._digests.get(namespace))
+
     def attend_drop(self, namespace: str, *more: str) -> int:
         """Free what the server, and this process, hold of these namespaces for attention; how many layers the server
         freed. What is stored of them stays."""
-        self._residents.drop(namespace, *more)
-        return super().attend_drop(namespace, *more)
+        names = namespace, *more
+        self._residents.drop(*names)
+        now = [self._run(pinned(name)) for name in names]
+        return super().attend_drop(*names, *map(self._named, names), *now)
 
     # --- beside the steps of a prefix -----------------------------------------------------------------------------
 
@@ -161,7 +174,7 @@ class Stage2(AttendMethods, LayerMethods):
         """Have the server hold a prefix that is stored. What fails costs the use of the server, not the prefix."""
         count = len(want.ids)
         try:
-            found = self._link.run(loaded(want.namespace, layout, count))
+            found = self._link.run(loaded(Pinned.of(want.namespace, want.digest), layout, count))
         except (OSError, CommandError) as error:
             log.warning("prefix %s: the server does not hold it for attention: %s", want.namespace, error)
             return
@@ -189,7 +202,7 @@ class Stage2(AttendMethods, LayerMethods):
 
     def _attend_state(self, namespace: str) -> str:
         """What the attention engine has of a namespace: ``warm``, ``cold`` or ``missing``."""
-        found: Held = self._run(held(namespace))
+        found: Held = self._run(held(self._run(pinned(namespace))))
         count = len(self.layout.rows) if self.layout is not None else None
         if found.warm(count):
             return "warm"
@@ -219,28 +232,31 @@ class Stage2(AttendMethods, LayerMethods):
             if resident.identity != identity:
                 raise MismatchError(f"MISMATCH model: the prefix of {namespace!r} belongs to another model")
             _check_length(namespace, resident.tokens, prefix_len)
-            return Built(resident.cache(model, self._options, layout), {}, layout)
+            return Built(namespace, resident.cache(model, self._options, layout), {}, layout)
         if self._attend.forced == "process":
             raise LaneError(f"{VARIABLE}=process: this process does not hold {namespace!r}; {_ASK}")
         remote = {place: rank for rank, place in enumerate(layout.rows)}
-        cache = self._run(self._slots(model, namespace, prefix_len, layout, identity.hex()))
+        cache, name = self._run(self._slots(model, namespace, prefix_len, layout, identity.hex()))
         try:
-            found = self._run(loaded(namespace, layout, prefix_len))
+            found = self._run(loaded(name, layout, prefix_len))
         except AttendError as error:
             raise PrefixMissError(f"the server does not hold {namespace!r} for attention: {error}; {_ASK}") from error
         if why := found.wrong(layout, prefix_len):
             raise PrefixMissError(f"the server does not hold {namespace!r} for attention: {why}; {_ASK}")
         if found.layers is None and found.first != "HIT":
             raise PrefixMissError(f"the server does not hold {namespace!r} for attention; {_ASK}")
-        return Built(cache, remote, layout)
+        return Built(name, cache, remote, layout)
 
-    def _slots(self, model: Any, namespace: str, count: int, layout: Layout, identity: str) -> Steps[list[Any]]:
-        """Slots whose rows are elsewhere: windows and recurrent states are fetched, the others are empty."""
+    def _slots(
+        self, model: Any, namespace: str, count: int, layout: Layout, identity: str
+    ) -> Steps[tuple[list[Any], str]]:
+        """Slots whose rows are elsewhere: windows and recurrent states are fetched, the others are empty. And the
+        namespace with the digest that they belong to."""
         entry = yield from transfer.read(namespace)
         if entry is None or entry.manifest is None:
             if layout.is_hybrid:
                 raise PrefixMissError(f"{namespace!r} is not stored with the states this model needs; {_ASK}")
-            return caches.new_cache(model, self._options)
+            return caches.new_cache(model, self._options), (yield from pinned(namespace))
         if entry.manifest.identity != identity:
             raise MismatchError(f"MISMATCH model: the prefix of {namespace!r} belongs to another model")
         _check_length(namespace, entry.manifest.tokens, count)
@@ -248,7 +264,8 @@ class Stage2(AttendMethods, LayerMethods):
             raise MismatchError(f"MISMATCH digest: {namespace!r} holds other tokens than were asked for here")
         nothing = layout.of_rows(0)
         parts: Parts = yield from transfer.fetch(entry, entry.digest or "", nothing, ((), ()), count, count, self.lanes)
-        return assembly.built(model, self._options, layout, entry.manifest, parts, count, rows=False)
+        cache = assembly.built(model, self._options, layout, entry.manifest, parts, count, rows=False)
+        return cache, Pinned.of(namespace, entry.digest)
 
 
 def _check_length(namespace: str, tokens: int, prefix_len: int) -> None:

@@ -174,9 +174,9 @@ class Client(AttendMethods):
             vquant: storage format; ``native`` keeps every word, ``fp16`` keeps both 16-bit dtypes and rounds float32,
                 the others (``int8``, ``fp8``, ``mlx4g32``, ``turbo4``, ``turbo3``, ``turbo2``) quantize.
             k_format, v_format: storage formats of K and of V, instead of `vquant`.
-            digest: hex digest of what the rows belong to (token ids, model); a fetch with another digest is refused, and
-                rows that come after somebody replaced the prefix are too. Without one, two who store under one name at
-                a time can mix their rows.
+            digest: hex digest of what the rows belong to (token ids, model); a fetch with another digest is refused,
+                and rows that come after somebody replaced the prefix are too. Without one, two who store under one
+                name at a time can mix their rows.
             prefill_ms: what computing it took, for the statistics.
             scope, parent: group and lineage of the prefix.
             rope: base of the rotary embedding the keys carry.

@@ -12,7 +12,7 @@ from pion import limits
 from pion._core.stream import Extents
 from pion.commands import kv
 from pion.commands.attend_sources import SUFFIX, Sources
-from pion.errors import ColdMissError, CommandError
+from pion.errors import ColdMissError, CommandError, MismatchError
 
 if TYPE_CHECKING:
     from pion.attention.engine import AttentionEngine
@@ -116,13 +116,19 @@ class Attention:
 
     # --- from stored prefixes -----------------------------------------------------------------------------------------
 
-    def warm(self, store: Any, ns: bytes, heads: int, dim: int, sid: bytes) -> tuple[int, int]:
+    def warm(
+        self, store: Any, ns: bytes, heads: int, dim: int, sid: bytes, digest: str | None = None
+    ) -> tuple[int, int]:
         """Load the layers of a prefix; how many were, and how many were skipped because of their dimension. Blocking.
 
         Args:
             store: `pion.Engine`.
             heads: of K and V; a layer that is not heads * dim wide has as many heads as fit, if that is a whole number.
             sid: the session to store them in.
+            digest: the prefix must have; None: any.
+
+        Raises:
+            CommandError: it is not stored, not complete, or another one.
         """
         from pion.attention.engine import supported
 
@@ -132,7 +138,7 @@ class Attention:
         sides = ns + b"_pk", ns + b"_pv"
         done = skipped = 0
         with self._load_of(ns, sid) as load:
-            found = _both(store, *sides)
+            found = _both(store, *sides, digest)
             load.rows = max((rows for _, rows, _ in found), default=0)
             for layer, rows, width in found:
                 own = heads if width == heads * dim else width // dim
@@ -231,10 +237,22 @@ class Attention:
             return call(engine)
 
 
-def _both(store: Any, k_sid: bytes, v_sid: bytes) -> list[tuple[int, int, int]]:
-    """(layer, rows, values per row) of the layers that have rows on both sides; -1 values where the sides differ."""
+def _both(store: Any, k_sid: bytes, v_sid: bytes, digest: str | None = None) -> list[tuple[int, int, int]]:
+    """(layer, rows, values per row) of the layers that have rows on both sides; -1 values where the sides differ.
+
+    Raises:
+        CommandError: it is not all there that was declared, or belongs to another digest.
+    """
     store.v_prepare(k_sid)
     k, v = store.v_info(k_sid), store.v_info(v_sid)
+    if digest is not None and k.declared.digest != digest:
+        held = f"digest {k.declared.digest}" if k.declared.digest else "no digest"
+        raise MismatchError(f"MISMATCH KV.PREFIX.WARM: {held} is stored, not {digest}")
+    rows, layers = k.declared.rows, k.declared.layers
+    if rows is not None and layers is not None:
+        short = [layer for side in (k, v) for layer in range(layers) if side.rows[layer : layer + 1] != [rows]]
+        if short:
+            raise CommandError(f"ERR KV.PREFIX.WARM: the prefix is not complete (layer {min(short)})")
     out = []
     for layer, (k_rows, v_rows) in enumerate(zip(k.rows, v.rows, strict=False)):
         (k_dim, _), (v_dim, _) = k.layers[layer], v.layers[layer]
@@ -257,9 +275,10 @@ def _load(
     arrays = []
     for side in sides:
         body = store.v_read(side, layer, 0, rows)
-        flat = np.zeros((rows, heads, dim), np.float32)
-        if body is not None:
-            body.readinto(flat.data.cast("B"))
+        if body is None:
+            raise CommandError(f"ERR KV.PREFIX.WARM: the prefix was replaced while it was loaded (layer {layer})")
+        flat = np.empty((rows, heads, dim), np.float32)
+        body.readinto(flat.data.cast("B"))
         arrays.append(flat.swapaxes(0, 1))
     try:
         engine.store(sid, layer, *arrays)

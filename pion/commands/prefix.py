@@ -369,9 +369,11 @@ def flush(ctx: Context, argv: list[bytes]) -> Any:
     "Loads a prefix into the attention engine.", "O(N) for N rows",
 )  # fmt: skip
 def warm(ctx: Context, argv: list[bytes]) -> Any:
-    """`ns H D [attend_sid]` -> +layers, and ` skipped_dim=k` behind it when k layers are not D wide by a whole number.
+    """`ns H D [sid [DIGEST hex]]` -> +layers, and ` skipped_dim=k` behind it when k layers are not D wide by a whole
+    number.
 
-    H is the number of heads of K and V; where H * D is not what is stored, as many heads of D as are there.
+    H is the number of heads of K and V; where H * D is not what is stored, as many heads of D as are there. With DIGEST
+    a MISMATCH when something else is stored.
     """
     kv.engine(ctx)
     if len(argv) < 4:
@@ -384,11 +386,14 @@ def warm(ctx: Context, argv: list[bytes]) -> Any:
     if not all(ctx.engine.v_exists(ns + side) for side in (b"_pk", b"_pv")):
         raise CommandError("ERR KV.PREFIX.WARM namespace not registered (call KV.PREFIX.REGISTER first)")
     sid = argv[4] if len(argv) > 4 and argv[4] else ns
+    if len(argv) > 5 and (len(argv) != 7 or args.upper(argv[5]) != b"DIGEST"):
+        raise CommandError("ERR KV.PREFIX.WARM: unknown option (expected DIGEST hex behind the session)")
+    digest = kv.digest(argv[6]) if len(argv) > 5 else None
     if len(sid) > limits.MAX_SID:
         raise CommandError(f"ERR session_id length must be 1..{limits.MAX_SID}")
 
     def load() -> Any:
-        layers, skipped = ctx.server.attention.warm(ctx.engine, ns, heads, dim, sid)
+        layers, skipped = ctx.server.attention.warm(ctx.engine, ns, heads, dim, sid, digest)
         return Simple(b"%d skipped_dim=%d" % (layers, skipped) if skipped else b"%d" % layers)
 
     return ctx.computed(load)

@@ -150,7 +150,6 @@ KV.PREFIX.INFO [namespace]
 KV.PREFIX.LIST [SCOPE scope] [MATCH pattern] [COUNT count] cursor
 KV.PREFIX.MATCH scope count hashes [LIMIT limit]
 KV.PREFIX.LANE namespace
-KV.PREFIX.WARM namespace heads head-dim [attend-sid]
 KV.PREFIX.SAVE [path]
 V.CREATE sid (dim [VQUANT format] | [default-dim] SCHEMA layers spec...)
 V.STOREBATCH sid layer start count values [FMT (F32 | F16 | BF16)] [DIGEST hex]
@@ -163,7 +162,7 @@ V.EXPORT k-sid v-sid start end layers heads head-dim
 SSM.PREFIX.STORE sid layer value [DIGEST hex]
 SSM.PREFIX.FETCH sid layer
 SSM.PREFIX.DROP sid [layer]
-KV.PREFIX.WARM namespace kv-heads head-dim [sid]
+KV.PREFIX.WARM namespace kv-heads head-dim [sid [DIGEST hex]]
 ATTEND.PREFIX.STORE sid layer kv-heads rows head-dim keys values
 ATTEND.PREFIX.LOOKUP sid layer
 ATTEND.PREFIX.QUERY sid layer heads head-dim top-k queries [fa-window] [SINKS sinks] [WITHLSE]

@@ -65,7 +65,8 @@ class States:
             except CommandError:
                 entry = sink.entry
                 if not (entry.gone or entry.mask or entry.states or entry.writers):  # made for this body
-                    self.store.drop(entry, "never complete: a state came for another prefix")
+                    self.store.drop(entry, "never stored: a state came for a prefix that is not there")
+                    raise SessionNotFoundError from None
                 raise
             payload = writes.publish(self.store, sink)
             assert payload is not None

@@ -90,3 +90,13 @@ def test_what_does_not_fit_is_refused() -> None:
         merge([])
     with pytest.raises(ValueError, match="do not fit"):
         merge([nothing((1, 2, 8)), nothing((1, 3, 8))])
+
+
+def test_what_is_not_a_number_stays() -> None:
+    """A part whose sum is NaN is no part without keys."""
+    good = np.ones((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
+    bad = np.full((1, 1, 4), np.nan, np.float32), np.full((1, 1), np.nan, np.float32)
+    for parts in ([good, bad], [bad, good], [bad, nothing((1, 1, 4))], [nothing((1, 1, 4)), bad], [bad]):
+        out, lse = merge(parts)
+        assert np.isnan(out).all()
+        assert np.isnan(lse).all()

@@ -23,7 +23,7 @@ from pion import (
 from pion.client.attend_lanes import VARIABLE
 from pion.client.caches import new_cache
 from pion.client.errors import LaneError, PrefixMissError
-from pion.errors import MismatchError
+from pion.errors import CommandError, MismatchError
 from tests.support import families, models
 from tests.support.process import Process
 
@@ -474,3 +474,29 @@ def test_what_this_process_holds_is_bounded_and_its_own(server: Any, monkeypatch
         pc.get_or_prefill(families.tokens(150, 2), "bound-2")
         assert pc._residents.nbytes == 0
         assert "server" in repr(make_pion_prompt_cache(model, "bound-2", pc, 150)[0])
+
+
+@pytest.mark.parametrize("lane", ["binary", "resp"])
+@pytest.mark.parametrize("how", ["replace", "drop"])
+def test_a_cache_never_goes_on_with_what_its_name_means_since(
+    server: Any, monkeypatch: pytest.MonkeyPatch, lane: str, how: str
+) -> None:
+    """Another client gives the name to other tokens of the same length, and has them held for attention."""
+    monkeypatch.setenv(VARIABLE, lane)
+    model, ns = families.tiny("llama"), f"means-{lane}-{how}"
+    other = [*IDS[:-1], IDS[-1] + 1]
+    with client_of(server, model) as pc, client_of(server, model, on_mismatch="replace") as rival:
+        pc.get_or_prefill(IDS, ns)
+        cache = make_pion_prompt_cache(model, ns, pc, len(IDS))
+        mx.eval(model(mx.array([SUFFIX]), cache=cache))
+        if how == "drop":
+            rival.drop(ns)
+        rival.get_or_prefill(other, ns)
+        assert rival.lookup(ns, other)
+        with pytest.raises((CommandError, LaneError)):
+            mx.eval(model(mx.array([[1]]), cache=cache))
+        fresh = make_pion_prompt_cache(model, ns, rival, len(other))
+        want = families.logits(model, plain_cache(model, other), SUFFIX)
+        close(families.logits(model, fresh, SUFFIX), want)
+        assert rival.attend_drop(ns) == len(rival.layout.rows)
+        assert not rival.lookup(ns)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pion import Client
+from pion.errors import CommandError
 from pion.ref import attention as ref
 from tests.support import attend
 from tests.support.attention import cosine, normal
@@ -208,3 +213,41 @@ def test_a_prefix_that_is_dropped_while_it_is_warmed_is_not_held(tmp_path: Path)
             conn.read()
             states = {conn.call("ATTEND.PREFIX.LOOKUP", "s", layer) for layer in range(6)}
             assert states == {"MISS"}
+
+
+def test_what_is_stored_while_it_is_warmed_is_held_as_it_is_or_not_at_all(tmp_path: Path) -> None:
+    """Writers that replace a prefix again and again: what is answered is always a whole prefix, never zeros."""
+    ones = np.ones((2, 2, 96, 16), np.float32)
+    seen: Counter[float] = Counter()
+    over = threading.Event()
+    with Process(tmp_path) as process:
+
+        def write() -> None:
+            with Client(port=process.port) as client:
+                for number in range(60):
+                    client.store("z", ones, ones, digest=f"{number:064x}", replace=True, vquant="fp32")
+            over.set()
+
+        def warm() -> None:
+            with Client(port=process.port) as client:
+                while not over.is_set():
+                    with contextlib.suppress(CommandError):
+                        client.call("KV.PREFIX.WARM", "z", 2, 16)
+
+        def ask() -> None:
+            with Client(port=process.port) as client:
+                while not over.is_set():
+                    with contextlib.suppress(CommandError):
+                        found = client.call("ATTEND.PREFIX.QUERY", "z", 0, 2, 16, 1, ones[0, :, 0].tobytes())
+                        seen[float(np.frombuffer(found, "<f4")[0])] += 1
+
+        threads = [threading.Thread(target=each) for each in (write, warm, warm, ask)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with Client(port=process.port) as client:
+            assert client.call("KV.PREFIX.WARM", "z", 2, 16) == "2"
+            found = client.call("ATTEND.PREFIX.QUERY", "z", 1, 2, 16, 1, ones[0, :, 0].tobytes())
+            assert (np.frombuffer(found, "<f4") == 1).all()
+    assert set(seen) <= {1.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.kit import INT, NOT_INT, OK, bulk, case, cmd, err, errors, f16, f32, lines, u64s
+from tests.golden.kit import INT, NIL, NOT_INT, OK, bulk, case, cmd, err, errors, f16, f32, lines, u64s
 from tests.golden.kv_v import WANT
 
 HIT = b"+HIT\r\n"
@@ -444,7 +444,7 @@ CASES = [
         ),
         (cmd("SSM.PREFIX.FETCH g1 0"), bulk(b"s")),
         (cmd("SSM.PREFIX.STORE none 0 t DIGEST CD"), err("ERR session not found")),
-        (cmd("SSM.PREFIX.FETCH none 0"), b"$-1\r\n"),
+        (cmd("SSM.PREFIX.FETCH none 0"), NIL),
         (cmd("V.CREATE raw 2 VQUANT fp16"), re.compile(rb":\d+\r\n")),
         (
             cmd("V.STOREBATCH raw 0 0 1 % FMT F16 DIGEST cd", f16(1.0, 2.0)),
