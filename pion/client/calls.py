@@ -10,9 +10,14 @@ from pion.client.errors import reply_error
 from pion.errors import utf8
 from pion.wire.resp import Part, ReplyError
 
-__all__ = ["call", "commit", "drop", "lookup", "pipeline", "save", "stats"]
+__all__ = ["abandon", "call", "commit", "drop", "lookup", "pipeline", "save", "stats"]
 
 _SECONDS: Final = ("prefill_seconds_avoided", "prefill_seconds_avoided_measured")
+
+
+def abandon(namespace: str | bytes, digest: str) -> Steps[None]:
+    """Drop what a store left behind that broke off: a prefix that is not complete and has this digest."""
+    yield Flight([["KV.PREFIX.ABANDON", namespace, digest]])
 
 
 def call(parts: Command, out: Sequence[Any] | None) -> Steps[Any]:

@@ -108,8 +108,10 @@ def fly(connection: Connection, flight: Flight, timeout: float | None, until: fl
             left = None if until is None else max(0.0, until - time.monotonic())
             patience = min((each for each in (timeout, left) if each is not None), default=None)
             events = poller.poll(None if patience is None else patience * 1000)
-            if not events or left == 0.0:
+            if not events:
                 raise timed_out(connection.address, timeout)
+            if left == 0.0:
+                raise CallTimeoutError(f"{connection.address}: the login took too long; the connection was closed")
             found = events[0][1]
             trouble = READ | WRITE if found & _TROUBLE else 0
             ready = (READ if found & select.POLLIN else 0) | (WRITE if found & select.POLLOUT else 0)

@@ -151,7 +151,7 @@ class Storing(Work):
         """After a store that failed here: no part of it, and no lease."""
         if registered:
             try:
-                self._link.run(transfer.abandon(want.namespace, want.digest))
+                self._link.run(calls.abandon(want.namespace, want.digest))
             except (OSError, PionError) as error:  # an incomplete entry is a miss
                 log.debug("prefix %s: its parts were not dropped: %s", want.namespace, error)
         if claim is not None:

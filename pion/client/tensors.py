@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion._core.buffers import BufferPool
+from pion.client import calls
 from pion.client.connection import Command, Flight, Steps, expect_ok
 from pion.client.decode import CODES, NUMPY, Decoder
 from pion.client.errors import IncompleteError, PrefixMissError, reply_error
@@ -168,7 +169,7 @@ def store(
             expect_ok(reply, "V.STOREBATCH")
     except CommandError:
         if digest is not None:
-            yield Flight([["KV.PREFIX.ABANDON", ns, digest]])
+            yield from calls.abandon(ns, digest)
         else:
             yield from _drop_incomplete(ns, layers, tokens)
         raise

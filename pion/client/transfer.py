@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from pion.client import calls
 from pion.client.caches import Layout
 from pion.client.connection import Command, Flight, Steps, expect_ok, raise_first
 from pion.client.errors import IncompleteError, reply_error
@@ -28,7 +29,6 @@ __all__ = [
     "Found",
     "Parts",
     "Rows",
-    "abandon",
     "fetch",
     "formats_of",
     "lines_of",
@@ -248,18 +248,8 @@ def send(
         of_states = stored[len(stored) - len(states) :] if states else []
         lost = any(reply != "OK" for reply in of_states)
         if lost or not all(_whole(lines_of(info), len(layers), count) for info in (keys, values)):
-            yield Flight([abandon_command(namespace, digest)])
+            yield from calls.abandon(namespace, digest)
         raise
-
-
-def abandon_command(namespace: str | bytes, digest: str) -> Command:
-    """Drops a prefix that is not complete, if it has this digest: no other one's."""
-    return ["KV.PREFIX.ABANDON", namespace, digest]
-
-
-def abandon(namespace: str, digest: str) -> Steps[None]:
-    """Drop what a store left behind that broke off. An entry of something else is another's."""
-    yield Flight([abandon_command(namespace, digest)])
 
 
 def _absent(info: Any) -> bool:
