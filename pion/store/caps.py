@@ -4,9 +4,10 @@ Both hold at any moment. Whoever is about to write asks first, under the lock, f
 compactions write and what readers hold of dropped files counts too.
 
 A session that overwrites its rows leaves dead bytes behind, and they go only with a compaction, which needs room for a
-copy of what lives. So a write that would take the last room for that copy waits for the compaction first
-(CrowdedError), and no write is refused for its own entry's dead bytes as long as that copy fits under the cap. Nor do
-others go for more of them than the copy takes.
+copy of what lives. So a write that would take the last room for that copy, or for moving the bodies that are arriving,
+waits for the compaction first (CrowdedError), and no write is refused for dead bytes, its own entry's or another's, as
+long as that copy fits under the cap. Nor do others go for more of them than the copy takes. When the compaction has
+failed, such a write is refused: else there would be no room for it ever after.
 
 Nobody goes for an entry that can never fit: what is declared to be too large is refused at once, and a record that
 would make its entry alone larger than the cap leaves the others where they are.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pion.store")
 
 ROOM_TRIES: Final = 64  # compactions a write waits for
+_SEARCH_EVERY: Final = 0.1
 _SPARE_SHARE: Final = 32  # dead bytes of an entry are worth a copy from this part of what lives in it
 
 
@@ -49,12 +51,19 @@ def copy_size(entry: Entry) -> int:
     return blocks(live + live // 32 + BLOCK)
 
 
+def worth_copying(entry: Entry) -> bool:
+    """Whether an entry has so many dead bytes that a copy of the rest is worth its while."""
+    rows = entry.rows
+    return rows is not None and not entry.gone and rows.dead >= max(BLOCK, (entry.size - rows.dead) // _SPARE_SHARE)
+
+
 class Caps:
     """Mixed into `Store`.
 
     Attributes:
         max_sessions, max_bytes: the caps.
         unlisted: bytes of files that a listing after the start has not come to yet.
+        searched: until then (monotonic seconds) no entry with dead bytes is looked for: there was none.
         evicted: entries that went for them.
         expired: entries whose time to live ended.
     """
@@ -66,6 +75,7 @@ class Caps:
     max_sessions: int
     max_bytes: int
     unlisted: int
+    searched = 0.0
     evicted = 0
     expired = 0
 
@@ -90,46 +100,52 @@ class Caps:
                 if not self._evict(keep, "the number of file descriptors"):
                     raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
 
-    def make_room(self, nbytes: int, keep: Entry | None = None, *, own: bool = False) -> None:
+    def make_room(self, nbytes: int, keep: Entry | None = None, *, own: bool = False, again: bool = False) -> None:
         """Evict until this many more bytes fit under --max-bytes.
 
         Args:
             keep: an entry that stays.
             own: they are a record of `keep`, which its writer can write again after a compaction.
+            again: whoever asks can do it again after a compaction of another entry; implied by `own`.
 
         Raises:
-            OutOfMemoryError: all that is left is being written or read, leased or pinned. When it is known before that
-                it would not do, nothing is evicted.
-            CrowdedError: with `own`, dead bytes of `keep` take the room.
+            OutOfMemoryError: all that is left is being written or read, leased or pinned, or `keep` could not be
+                compacted. When it is known before that it would not do, nothing is evicted.
+            CrowdedError: with `own` or `again`, dead bytes take the room.
         """
-        grow = blocks(nbytes)
-        if keep is not None and keep.compacting and own:
-            grow *= 2  # the compaction will copy it
-        disk = keep.disk if keep is not None else 0
+        most, grow, disk, moving = self.max_bytes, blocks(nbytes), 0, 0
         total = self.totals.disk + self.unlisted
-        if total + grow + (disk + grow + BLOCK if own else 0) <= self.max_bytes and not self.held_bytes():
+        if keep is not None:
+            disk = keep.disk
+            if own:
+                moving = sum(sink.reserved for sink in keep.open)  # bodies may have to stand behind later ones
+                grow *= 2 if keep.compacting else 1  # the compaction will copy it
+        if total + grow + (disk + grow + moving + BLOCK if own else 0) <= most and not self.held_bytes():
             return
         held = self.held_bytes()
-        stays = disk + held + self.unlisted + (self.order.pinned_bytes() if self.order.pins else 0)
-        if keep is not None and keep.pinned:
-            stays -= disk
-        used = total + held
-        reclaimable = False
+        used, fixed = total + held, self._fixed(keep)
+        worth = possible = False
         if own and keep is not None:
-            if keep.compacting and used + grow > self.max_bytes:
-                raise self._crowded(keep)  # there is more room when that has ended
-            reclaimable = self._reclaimable(keep, stays)
-            if reclaimable and self._copy_now(keep, grow, used, stays):
-                raise self._crowded(keep)
-        if not reclaimable and blocks(nbytes) + disk > self.max_bytes:
+            if keep.compacting and used + grow > most:
+                raise CrowdedError(keep, self._full())  # there is more room when that has ended
+            worth, copy = worth_copying(keep), copy_size(keep)
+            possible = worth and fixed + copy <= most
+            alone = disk + self.unlisted + moving + copy
+            if worth and alone <= most < alone + 2 * grow:  # afterwards no copy would fit, whoever goes
+                raise self._crowded(keep) if possible else OutOfMemoryError(self._full())
+            if possible and time.monotonic() >= keep.strained and self._copy_now(keep, grow, used, fixed + moving):
+                raise CrowdedError(keep, self._full())
+        if not worth and blocks(nbytes) + disk > most:
             raise OutOfMemoryError(
-                f"OOM --max-bytes {self.max_bytes} is less than the {disk + blocks(nbytes)} bytes that this entry "
+                f"OOM --max-bytes {most} is less than the {disk + blocks(nbytes)} bytes that this entry "
                 "alone would take: nothing was evicted for it"
             )
-        while self.totals.disk + self.unlisted + held + grow > self.max_bytes:
-            if stays + grow > self.max_bytes or not self._evict(keep, f"--max-bytes {self.max_bytes}"):
-                if reclaimable and keep is not None:
+        while self.totals.disk + self.unlisted + held + grow > most:
+            if fixed + held + grow > most or not self._evict(keep, f"--max-bytes {most}"):
+                if possible and keep is not None:
                     raise self._crowded(keep)
+                if (own or again) and (other := self._most_dead(keep, held)) is not None:
+                    raise CrowdedError(other, self._full())
                 raise OutOfMemoryError(self._full())
 
     def fit(self, sides: Sequence[Side | None], declared: Declared) -> None:
@@ -146,15 +162,37 @@ class Caps:
                 f"{rows} rows): nothing was evicted for it"
             )
 
-    def _copy_now(self, entry: Entry, grow: int, used: int, stays: int) -> bool:
+    def _fixed(self, keep: Entry | None) -> int:
+        """Bytes that stay whoever is evicted, when `keep` is not: itself, what is pinned, what is not listed yet."""
+        pinned = self.order.pinned_bytes() if self.order.pins else 0
+        return self.unlisted + pinned + (keep.disk if keep is not None and not keep.pinned else 0)
+
+    def _copy_now(self, entry: Entry, grow: int, used: int, fixed: int) -> bool:
         """Whether an entry is to be compacted before it grows. What it writes may live on: then its copy grows too."""
         most, copy = self.max_bytes, copy_size(entry)
         dead = entry.rows.dead if entry.rows is not None else 0
-        if stays + 2 * grow + copy > most:  # afterwards there would be no room for the copy, whoever goes
+        if fixed + 2 * grow + copy > most:  # afterwards there would be no room for the copy, whoever goes
             return True
         if used + grow > most and dead >= copy:  # others would go for its dead bytes: fewer go for the copy
             return True
         return used + copy <= most < used + 2 * grow + copy and dead >= copy * limits.COMPACT_DEAD_SHARE
+
+    def _most_dead(self, keep: Entry | None, held: int) -> Entry | None:
+        """The entry, not `keep`, with the most dead bytes that a compaction can reclaim. None: there is none, or there
+        was none a moment ago."""
+        now = time.monotonic()
+        if now < self.searched:
+            return None
+        best, most = None, 0
+        for entry in self.entries.values():
+            dead = entry.rows.dead if entry.rows is not None else 0
+            if dead <= most or entry is keep or not worth_copying(entry) or now < entry.strained:
+                continue
+            if self._fixed(entry) + held + copy_size(entry) <= self.max_bytes:
+                best, most = entry, dead
+        if best is None:
+            self.searched = time.monotonic() + _SEARCH_EVERY
+        return best
 
     def _full(self) -> str:
         return (
@@ -162,15 +200,10 @@ class Caps:
             "(what is left is pinned, leased, being written or being read)"
         )
 
-    def _crowded(self, entry: Entry) -> CrowdedError:
-        return CrowdedError(entry, self._full())
-
-    def _reclaimable(self, entry: Entry, stays: int) -> bool:
-        """Dead bytes of an entry are worth a compaction, there is room for one, and none has just failed."""
-        rows = entry.rows
-        if rows is None or entry.gone or rows.dead < max(BLOCK, (entry.size - rows.dead) // _SPARE_SHARE):
-            return False
-        return stays + copy_size(entry) <= self.max_bytes and time.monotonic() >= entry.strained
+    def _crowded(self, entry: Entry) -> OutOfMemoryError:
+        if time.monotonic() >= entry.strained:
+            return CrowdedError(entry, self._full())
+        return OutOfMemoryError(self._full() + "; this entry has overwritten rows, but could not be compacted")
 
     def _evict(self, keep: Entry | None, cap: str) -> bool:
         def busy(entry: Entry) -> bool:

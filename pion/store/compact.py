@@ -32,7 +32,9 @@ QUIET_GROWN: Final = 16  # the same for an entry that is read, or that nobody wr
 DEAD_FROM: Final = 1 * limits.MIB  # dead bytes in a small file are not worth a rewrite
 _ROUNDS: Final = 4
 PATIENCE: Final = 10.0  # seconds a writer waits for bodies of others before it is refused
+_LOOK: Final = 0.02  # seconds between two tries to find room for a copy
 STRAINED: Final = 1.0  # seconds until a compaction for want of room is tried again after one that gained nothing
+_FAILURES: Final = (OSError, CommandError, vstore.DamageError)
 
 
 def due(entry: Entry, *, quiet: bool = False) -> bool:
@@ -60,17 +62,18 @@ def compact(store: Store, entry: Entry, *, patient: bool = False, forced: bool =
     """
     try:
         return _compact(store, entry, patient, forced)
-    except (OSError, CommandError, vstore.DamageError) as error:
+    except _FAILURES as error:
         log.warning("entry %r could not be compacted: %s", entry.name, error)
         return False
 
 
 def relieve(store: Store, entry: Entry, patience: float = PATIENCE) -> None:
-    """Compact an entry because its dead bytes leave no room for its own next write (CrowdedError). Blocking; called
-    without the lock. Whoever comes while it is done for another writer waits for that.
+    """Compact an entry because its dead bytes leave no room for a write (CrowdedError). Blocking; called without the
+    lock. Whoever comes while it is done for another writer waits for that.
 
     Args:
-        patience: seconds to wait for bodies that are streaming in; no further ones begin meanwhile.
+        patience: seconds to wait for bodies that are streaming in, here, where no further ones begin meanwhile, or
+            into other entries, which could go for the copy if they were not being written.
     """
     with store.lock:
         if entry.awaited:
@@ -78,19 +81,37 @@ def relieve(store: Store, entry: Entry, patience: float = PATIENCE) -> None:
             return
         entry.awaited = True
         seen = entry.generation
+    end = time.monotonic() + patience
     try:
-        with store.lock:
-            store.settled.wait_for(lambda: entry.gone or not (entry.compacting or entry.writers), patience)
-            if entry.gone or entry.generation != seen or time.monotonic() < entry.strained:
-                return
-        done = compact(store, entry, forced=True)
-        with store.lock:
-            if not done and entry.generation == seen:
-                entry.strained = time.monotonic() + STRAINED
+        while not _relieved(store, entry, seen, end):
+            with store.lock:
+                store.settled.wait(_LOOK)
     finally:
         with store.lock:
             entry.awaited = False
             store.settled.notify_all()
+
+
+def _relieved(store: Store, entry: Entry, seen: int, end: float) -> bool:
+    """One try to compact an entry of generation `seen`; False: another one may do better."""
+    with store.lock:
+        quiet = store.settled.wait_for(
+            lambda: entry.gone or not (entry.compacting or entry.writers), max(end - time.monotonic(), 0.0)
+        )
+        if entry.gone or entry.generation != seen or time.monotonic() < entry.strained:
+            return True
+    try:
+        done = quiet and _compact(store, entry, patient=False, forced=True)
+    except _FAILURES as error:
+        log.warning("entry %r could not be compacted: %s", entry.name, error)
+        done, end = False, 0.0
+    with store.lock:
+        if done or entry.generation != seen:
+            return True
+        if time.monotonic() < end:
+            return False
+        entry.strained = time.monotonic() + STRAINED
+        return True
 
 
 def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:

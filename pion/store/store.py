@@ -230,7 +230,7 @@ class Store(Caps):
         self.make_slots(sessions - (over.side_count if over else 0), over, entries=0 if over else 1)
         head = layout.file_header(key, entry.generation)
         data = head + loader.meta_record(entry, len(head)) + records
-        self.make_room(len(data), over)
+        self.make_room(len(data), over, again=True)
         if over is not None:
             self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
         else:

@@ -248,7 +248,8 @@ def open_write(
     command = "V.STOREBATCH" if about is not None else "SSM.PREFIX.STORE"
     if entry.awaited:
         raise CrowdedError(entry, f"OOM {command}: the entry is waiting for a compaction")
-    store.make_room(reserved, entry, own=True)
+    loose = 2 * vstore.GROUP * 4 * dim + 256 if about is not None and vstore.is_keys(fmt) else 0  # rows at its edges
+    store.make_room(reserved + loose, entry, own=True)
     store.mark_dirty(entry)
     head = framing.pack_header(
         kind=kind, seed=entry.seed, state=framing.PENDING, payload_len=room, layer=layer, side=side, offset=at,

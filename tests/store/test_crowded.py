@@ -1,0 +1,152 @@
+"""Dead bytes of an entry fill the cap: whoever needs the room waits for the compaction, whatever delays that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pion.errors import OutOfMemoryError
+from pion.store import compact
+from pion.store.engine import Engine
+
+from .model import F16, words
+from .support import DIM, fetched
+
+CAP = 1 << 20
+ROWS = 512
+BLOB = words(7, ROWS, DIM, F16)  # 64 KiB
+
+
+def disk(engine: Engine, ns: bytes) -> int:
+    return engine._store.entries[b"p" + ns].disk
+
+
+def overwrite(engine: Engine, sid: bytes, times: int) -> None:
+    for _ in range(times):
+        engine.v_store(sid, 0, 0, ROWS, BLOB, "F16")
+        assert engine.info()["vstore_file_bytes"] <= CAP
+
+
+def open_engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path / "d", max_bytes=CAP, appendfsync="no", ticker=False)
+
+
+def streams(engine: Engine, left: int) -> list[Any]:
+    """Bodies of another entry that take all room but this much."""
+    engine.register(b"other", DIM, F16)
+    sinks = []
+    while CAP - engine.info()["vstore_file_bytes"] > left + len(BLOB):
+        sinks.append(engine.v_store_open(b"other_pk", len(sinks), 0, ROWS, len(BLOB)))
+    return sinks
+
+
+def end_later(engine: Engine, sinks: list[Any]) -> threading.Timer:
+    def end() -> None:
+        while sinks:
+            engine.v_store_abort(sinks.pop())
+
+    timer = threading.Timer(0.5, end)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_b11_a_compaction_waits_for_the_bodies_of_others(tmp_path: Path, another: bool) -> None:
+    """All other room is taken by an entry that is being written, so the copy has none until that ends."""
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+        overwrite(engine, b"busy_pk", 5)
+        if another:
+            engine.register(b"third", DIM, F16)
+            engine.pin(b"busy", b"third")  # else they would go
+        timer = end_later(engine, streams(engine, 8192))
+        started = time.monotonic()
+        if another:
+            engine.v_store(b"third_pk", 0, 0, ROWS, BLOB, "F16")
+        else:
+            overwrite(engine, b"busy_pk", 1)
+        assert time.monotonic() - started > 0.3  # else nothing was in its way
+        timer.join()
+        overwrite(engine, b"busy_pk", 40)
+        assert fetched(engine, b"busy_pk", 0, ROWS, native=True) == BLOB
+
+
+def test_b11_an_entry_never_takes_the_room_for_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compactions that fail for a while: writes are refused, and go on once they succeed."""
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+
+        def fails(job: object) -> bool:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(compact._Job, "run", fails)
+            refusals = []
+            for _ in range(40):
+                try:
+                    overwrite(engine, b"busy_pk", 1)
+                except OutOfMemoryError as error:
+                    refusals.append(str(error))
+            assert len(refusals) > 20
+            assert all(text.startswith(f"OOM --max-bytes {CAP} is reached") for text in refusals)
+            assert all("could not be compacted" in text for text in refusals)
+        time.sleep(compact.STRAINED + 0.1)
+        overwrite(engine, b"busy_pk", 40)
+        assert fetched(engine, b"busy_pk", 0, ROWS, native=True) == BLOB
+
+
+def test_b11_bodies_that_have_to_move_leave_the_room_for_the_copy(tmp_path: Path) -> None:
+    """Bodies of one layer that arrive together are moved behind one another when they are published."""
+    moved = 0
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+
+        def stream(number: int) -> int:
+            nonlocal moved
+            for _ in range(60):
+                sink = engine.v_store_open(b"busy_pk", 0, 0, ROWS, len(BLOB))
+                sink.feed(BLOB)
+                time.sleep(0.001 * number)
+                moved += sink.overtaken
+                engine.v_store_finish(sink, "F16")
+                del sink  # it holds the file
+                assert engine.info()["vstore_file_bytes"] <= CAP
+            return number
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(stream, range(4))) == [0, 1, 2, 3]
+        assert moved > 20
+        overwrite(engine, b"busy_pk", 40)
+        assert fetched(engine, b"busy_pk", 0, ROWS, native=True) == BLOB
+
+
+@pytest.mark.parametrize("what", ["rows", "body", "state"])
+def test_b11_dead_bytes_of_another_entry_refuse_nobody(tmp_path: Path, what: str) -> None:
+    """The entry that has them is pinned, so it cannot go, but it can be compacted."""
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+        engine.register(b"small", DIM, F16)
+        engine.pin(b"busy", b"small")
+        overwrite(engine, b"busy_pk", 10)
+        full, layer = disk(engine, b"busy"), 0
+        assert full > 10 * len(BLOB)
+        while disk(engine, b"busy") == full:  # the last record is larger than the copy, so there is room for that
+            if what == "rows":
+                engine.v_store(b"small_pk", layer, 0, 2 * ROWS, 2 * BLOB, "F16")
+            elif what == "body":
+                sink = engine.v_store_open(b"small_pk", layer, 0, 2 * ROWS, 2 * len(BLOB))
+                sink.feed(2 * BLOB)
+                engine.v_store_finish(sink, "F16")
+                del sink
+            else:
+                engine.ssm_store(b"small", layer, 2 * BLOB)
+            layer += 1
+            assert engine.info()["vstore_file_bytes"] <= CAP
+        assert layer > 1
+        assert disk(engine, b"busy") < full // 2
+        assert fetched(engine, b"busy_pk", 0, ROWS, native=True) == BLOB
