@@ -295,7 +295,9 @@ class AttendLanes(Attend):
         except (OSError, fastlane.WireError) as error:
             lane.off(str(error) or repr(error))
             return None, ""
-        if status != fastlane.Status.OK or len(body) != asked.q.nbytes:  # RESP says why, or answers
+        if status == fastlane.Status.ERROR:  # RESP says why, or answers
+            return None, f"layer {asked.layer} of session {sid!r} was refused; why, that lane cannot say, but RESP does"
+        if status != fastlane.Status.OK or len(body) != asked.q.nbytes:
             return None, f"a question was answered with status {int(status)} and {len(body)} bytes"
         return np.frombuffer(body, "<f4").reshape(asked.q.shape), ""
 

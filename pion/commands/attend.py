@@ -37,21 +37,21 @@ def _answer(
     attention = ctx.server.attention
     sid, layer = argv[1], int(argv[2])
     name = args.upper(argv[0]).decode()
-    miss = CommandError(f"ERR {name} failed ({failed})")
     made = attention.made
     shape = made.shape(sid, layer) if made is not None else None
     if shape is None:
-        raise miss
+        raise CommandError(f"ERR {name} failed ({failed})")
+    heads, count, dim = shape
 
     def compute() -> Any:
         try:
             return attention.attempt(ctx, sid, layer, call)
         except AttentionMissError:
-            raise miss from None
+            what = f"layer {layer} is held with {heads} heads of {dim} values" if made.shape(sid, layer) else "it is gone"
+            raise CommandError(f"ERR {name} failed ({failed}): {what}") from None
         except ValueError as error:
             raise CommandError(f"ERR {name} failed ({error})") from error
 
-    heads, count, dim = shape
     if heads * (count + suffix) * dim * rows <= limits.ATTEND_INLINE and not attention.autowarm:
         return compute()
     return ctx.computed(compute)
@@ -110,7 +110,7 @@ def query(ctx: Context, argv: list[bytes]) -> Any:
     sid, layer = argv[1], given.layer(argv[2])
     heads, dim, _ = given.numbers(argv[3:6], "ERR invalid H/D/top_k (must be > 0)")
     rows = given.rows(argv[6], heads * dim, "ERR Q blob size must be a positive multiple of H*D*4")
-    rest = given.rest(argv[7:], strict=False)
+    rest = given.rest("ATTEND.PREFIX.QUERY", argv[7:], option=b"WITHLSE")
     given.sinks_size(rest, heads, rows)
     given.refuse_cold(ctx, sid, layer)
 
@@ -148,7 +148,7 @@ def query_fused(ctx: Context, argv: list[bytes]) -> Any:
         given.size(blob, 4 * kv_heads * suffix * dim, "ERR K_suf / V_suf size mismatch (expected H_kv*S_suf*D*4 each)")
     given.size(heads_of, heads, "ERR head_map size mismatch (expected H_q bytes)")
     given.check_map(heads_of, kv_heads)
-    rest = given.rest(argv[11:])
+    rest = given.rest("ATTEND.PREFIX.QUERY_FUSED", argv[11:])
     given.sinks_size(rest, heads, rows)
 
     def call(engine: Any) -> bytes:
@@ -185,7 +185,7 @@ def query_sparse(ctx: Context, argv: list[bytes]) -> Any:
     given.size(q, 4 * heads * dim, "ERR Q blob size must be H*D*4")
     given.size(indices, 4 * heads * most, "ERR indices blob size must be H*K_sparse_max*4")
     given.size(counts, 4 * heads, "ERR counts blob size must be H*4")
-    rest = given.rest(argv[9:])
+    rest = given.rest("ATTEND.PREFIX.QUERY_SPARSE", argv[9:], option=b"WITHMASS")
     given.sinks_size(rest, heads)
 
     def call(engine: Any) -> Any:
@@ -253,7 +253,7 @@ def _auto(
     if heads_of:
         given.size(heads_of, heads, "ERR head_map size must be 0 (identity) or H_q bytes")
     given.check_map(heads_of, kv_heads)
-    rest = given.rest(after)
+    rest = given.rest(args.upper(argv[0]).decode(), after, option=b"WITHMASS", selector=True)
     given.sinks_size(rest, heads)
 
     def call(engine: Any) -> Any:

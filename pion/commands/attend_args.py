@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -11,7 +12,8 @@ from pion.errors import ColdMissError, CommandError
 if TYPE_CHECKING:
     from pion.commands.dispatch import Context
 
-_WORDS: Final = (b"WITHMASS", b"WITHLSE")
+_NUMBER: Final = re.compile(rb"[+-]?[0-9]+")  # meant as one; whether it is one is told apart
+_LONGEST: Final = len("WITHMASS")
 
 
 class Rest(NamedTuple):
@@ -23,31 +25,38 @@ class Rest(NamedTuple):
     sinks: bytes | None
 
 
-def rest(argv: Sequence[bytes], *, strict: bool = True) -> Rest:
+def rest(name: str, argv: Sequence[bytes], *, option: bytes = b"", selector: bool = False) -> Rest:
     """Read it.
 
     Args:
-        strict: whether fa_window must be an integer; QUERY takes any text, for the engine's own window.
+        name: of the command.
+        option: the word without a value that it takes.
+        selector: whether it takes one.
+
+    Raises:
+        CommandError: anything else stands there.
     """
-    plain: list[bytes] = []
+    plain: list[int] = []
     words: set[bytes] = set()
     sinks = None
     i = 0
     while i < len(argv):
-        word = args.upper(argv[i]) if len(argv[i]) <= 8 else b""
-        if word in _WORDS:
+        word = args.upper(argv[i]) if len(argv[i]) <= _LONGEST else b""
+        if word and word == option:
             words.add(word)
         elif word == b"SINKS":
             if i + 1 == len(argv):
                 raise CommandError("ERR SINKS needs a blob of one fp32 logit for each query head")
             i += 1
             sinks = argv[i]
+        elif len(plain) > selector or not _NUMBER.fullmatch(argv[i]):
+            expected = ["fa_window", *["selector"] * selector, "SINKS", *[option.decode()] * bool(option)]
+            raise CommandError(f"ERR {name} unknown option '{args.text(argv[i][:64])}' ({', '.join(expected)})")
         else:
-            plain.append(argv[i])  # of the original's, whatever is too much is ignored
+            plain.append(args.integer(argv[i]))
         i += 1
-    window = (args.integer if strict else kv.permissive_int)(plain[0]) if plain else -1
-    quest = len(plain) > 1 and args.integer(plain[1]) == 1
-    return Rest(window, quest, frozenset(words), sinks)
+    window = plain[0] if plain else -1
+    return Rest(window, len(plain) > 1 and plain[1] == 1, frozenset(words), sinks)
 
 
 def layer(raw: bytes) -> int:

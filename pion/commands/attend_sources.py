@@ -31,10 +31,12 @@ class Sources:
             for old in self._from.keys() - self._held() - {sid}:
                 self.forget(old)
 
-    def prefix(self, sid: bytes) -> bytes:
-        """What a session holds: the prefix it was loaded from last, or the one that its name speaks of."""
-        known = self._from.get(sid)
-        return next(reversed(known)) if known else sid.removesuffix(SUFFIX)
+    def prefix(self, sid: bytes) -> bytes | None:
+        """What a session holds: the prefix it was loaded from last, or the one that its name speaks of. None: what a
+        client stored, who called it otherwise."""
+        if known := self._from.get(sid):
+            return next(reversed(known))
+        return sid.removesuffix(SUFFIX) if sid.endswith(SUFFIX) else None
 
     def sessions(self, ns: bytes, start: int = 0) -> set[bytes]:
         """Those into which rows from `start` on were loaded."""

@@ -204,7 +204,7 @@ class Attention:
         shape = engine.shape(sid, layer)
         with self._lock:
             ns = self._sources.prefix(sid)
-        if shape is None or not ns.startswith(kv.ns_prefix(ctx)) or not ctx.engine.kvcache:
+        if shape is None or ns is None or not ns.startswith(kv.ns_prefix(ctx)) or not ctx.engine.kvcache:
             return False
         heads, count, dim = shape
         sides = ns + b"_pk", ns + b"_pv"

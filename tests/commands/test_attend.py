@@ -78,7 +78,7 @@ def test_windows(conn: Raw) -> None:
         want = ref.attend(wide(q), k[:, first:], v[:, first:])[0]
         out = attend.query(conn, "w", 0, q, window)
         assert np.abs(out - want).max() / np.abs(want).max() <= 1e-2 / 1000
-    for full in ("0", "-1", "-7", "not a number"):  # QUERY reads any text as the engine's own window
+    for full in ("0", "-1", "-7"):
         assert np.array_equal(attend.query(conn, "w", 0, q, full), whole)
     conn.ok("ATTEND.PREFIX.DROP", "w")
 
@@ -241,7 +241,15 @@ def test_errors_come_in_order(conn: Raw) -> None:
         (("QUERY", "e", 0, 2, 8, 1, b""), "ERR Q blob size must be a positive multiple of H*D*4"),
         (("QUERY", "e", 0, 2, 8, 1, q[1:]), "ERR Q blob size must be a positive multiple of H*D*4"),
         (("QUERY", "e", 1, 2, 8, 1, q), f"ERR ATTEND.PREFIX.QUERY failed ({miss}, or unsupported D)"),
-        (("QUERY", "e", 0, 1, 16, 1, q), f"ERR ATTEND.PREFIX.QUERY failed ({miss}, or unsupported D)"),
+        (("QUERY", "e", 0, 1, 16, 1, q),
+         f"ERR ATTEND.PREFIX.QUERY failed ({miss}, or unsupported D): layer 0 is held with 2 heads of 8 values"),
+        (("QUERY", "e", 0, 2, 8, 1, q, "-1", "WITHMASS"),
+         "ERR ATTEND.PREFIX.QUERY unknown option 'WITHMASS' (fa_window, SINKS, WITHLSE)"),
+        (("QUERY", "e", 0, 2, 8, 1, q, "all"),
+         "ERR ATTEND.PREFIX.QUERY unknown option 'all' (fa_window, SINKS, WITHLSE)"),
+        (("QUERY", "e", 0, 2, 8, 1, q, "-1", "1"),
+         "ERR ATTEND.PREFIX.QUERY unknown option '1' (fa_window, SINKS, WITHLSE)"),
+        (("QUERY", "e", 0, 2, 8, 1, q, "+1"), integer),
         (("QUERY", "e", 0, 2, 8, 1, q, -1, "SINKS"), "ERR SINKS needs a blob of one fp32 logit for each query head"),
         (("QUERY", "e", 0, 2, 8, 1, q, "SINKS", b"xyz"), "ERR SINKS blob size must be H_q*4, or H_q*M*4"),
         (("QUERY_FUSED", "e", 0, 2, 8, 0, 2, q, b"", b""),
@@ -258,9 +266,15 @@ def test_errors_come_in_order(conn: Raw) -> None:
          "ERR K_suf / V_suf size mismatch (expected H_kv*S_suf*D*4 each)"),
         (("QUERY_FUSED", "e", 0, 2, 8, 0, 2, q, b"", b"", b"\0"), "ERR head_map size mismatch (expected H_q bytes)"),
         (("QUERY_FUSED", "e", 0, 2, 8, 0, 2, q, b"", b"", b"\0\2"), "ERR head_map values must be below H_kv (2)"),
-        (("QUERY_FUSED", "e", 0, 2, 8, 0, 2, q, b"", b"", b"\0\1", "w"), integer),
+        (("QUERY_FUSED", "e", 0, 2, 8, 0, 2, q, b"", b"", b"\0\1", "w"),
+         "ERR ATTEND.PREFIX.QUERY_FUSED unknown option 'w' (fa_window, SINKS)"),
         (("QUERY_FUSED", "e", 0, 2, 8, 0, 1, q, b"", b"", b"\0\0"),
-         f"ERR ATTEND.PREFIX.QUERY_FUSED failed ({miss}, GQA mismatch, or unsupported D)"),
+         f"ERR ATTEND.PREFIX.QUERY_FUSED failed ({miss}, GQA mismatch, or unsupported D): layer 0 is held with 2 heads "
+         "of 8 values"),
+        (("QUERY_SPARSE", "e", 0, 2, 8, 1, q, b"y" * 8, b"\1\0\0\0" * 2, "WITHLSE"),
+         "ERR ATTEND.PREFIX.QUERY_SPARSE unknown option 'WITHLSE' (fa_window, SINKS, WITHMASS)"),
+        (("QUERY_SPARSE_AUTO", "e", 0, 2, 8, 4, 1, 2, q, b"", "-1", "0", "1"),
+         "ERR ATTEND.PREFIX.QUERY_SPARSE_AUTO unknown option '1' (fa_window, selector, SINKS, WITHMASS)"),
         (("QUERY_SPARSE", "e", 0, 2, 8, 1, q, b""),
          "ERR ATTEND.PREFIX.QUERY_SPARSE requires: session_id layer_id H D K_sparse_max Q indices counts [fa_window]"),
         (("QUERY_SPARSE", "e", 0, 2, 8, 0, b"x", b"", b""), "ERR invalid H/D/K_sparse_max (must be > 0)"),

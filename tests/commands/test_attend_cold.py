@@ -171,6 +171,18 @@ def test_autowarm_stays_within_the_prefix_of_namespaces(tmp_path: Path) -> None:
         assert str(attend.query(conn, "theirs_attn", 0, k[:, :1])) == COLDMISS
 
 
+def test_autowarm_leaves_sessions_alone_that_only_have_the_name_of_a_prefix(tmp_path: Path) -> None:
+    own, stored = normal(1, 2, 8, 16), normal(2, 2, 8, 16)
+    rows = np.ascontiguousarray(stored.swapaxes(0, 1)).tobytes()
+    with Process(tmp_path, "--attend-autowarm", "--attend-warm-slots", "1") as process, Raw(process.port) as conn:
+        for side in ("pk", "pv"):
+            conn.ok("V.CREATE", f"doc_{side}", 32, "VQUANT", "fp16")
+            conn.ok("V.STOREBATCH", f"doc_{side}", 0, 0, 8, rows)
+        attend.store(conn, "doc", 0, own, own)
+        attend.store(conn, "other", 0, own, own)
+        assert str(attend.query(conn, "doc", 0, own[:, :1])) == COLDMISS
+
+
 def test_a_name_never_answers_with_what_it_meant_before(tmp_path: Path) -> None:
     """DROP, FLUSH and REPLACE end what is held of a prefix, warm and cold; sessions of other names stay."""
     k = normal(1, 2, 8, 16)
