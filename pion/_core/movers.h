@@ -39,10 +39,17 @@ static inline void mover__flush(mover *m, conn *c) {
     m->held = 0;
 }
 
+/* How far the next piece goes: up to a multiple of STREAM_PIECE in the file, so that the kernel caches the file in pages as
+ * large as that. Whoever maps it then has a small part of the page faults. */
+static inline size_t mover__piece(const sink *s) {
+    uint64_t at = s->conv == STREAM_RAW ? (uint64_t)s->offset : s->got;
+    return STREAM_PIECE - (size_t)(at % STREAM_PIECE);
+}
+
 /* Receive once. >0 bytes, STREAM_AGAIN, or <0 -errno (-ECONNRESET also for an orderly end in the middle of a body). */
 static inline ssize_t mover__pull(mover *m, conn *c) {
     uint64_t left = c->sink->want - c->sink->got - m->held;
-    size_t room = STREAM_PIECE - m->held < left ? STREAM_PIECE - m->held : (size_t)left;
+    size_t piece = mover__piece(c->sink), room = piece - m->held < left ? piece - m->held : (size_t)left;
     ssize_t got;
     do got = recv(c->fd, m->piece + m->held, room, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
@@ -50,7 +57,7 @@ static inline ssize_t mover__pull(mover *m, conn *c) {
     if (got == 0) return -ECONNRESET;
     conn_count(&c->net_in, (uint64_t)got);
     m->held += (size_t)got;
-    if (m->held == STREAM_PIECE || (uint64_t)got == left) mover__flush(m, c);
+    if (m->held == piece || (uint64_t)got == left) mover__flush(m, c);
     return got;
 }
 
@@ -136,7 +143,9 @@ static inline void mover_run(job *item, void *state) {
     m->held = 0;
     if (c->blob == BLOB_WANTED) mover__blob(c);
     if (c->early_n) {
-        sink_feed(c->sink, c->early, c->early_n, &m->scratch);
+        size_t piece = mover__piece(c->sink), now = c->early_n < piece ? 0 : c->early_n;
+        if (now) sink_feed(c->sink, c->early, now, &m->scratch);
+        else memcpy(m->piece, c->early, m->held = c->early_n);
         free(c->early);
         c->early = NULL;
         c->early_n = 0;

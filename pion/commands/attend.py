@@ -47,7 +47,8 @@ def _answer(
         try:
             return attention.attempt(ctx, sid, layer, call)
         except AttentionMissError:
-            what = f"layer {layer} is held with {heads} heads of {dim} values" if made.shape(sid, layer) else "it is gone"
+            held = made.shape(sid, layer)
+            what = f"layer {layer} is held with {held[0]} heads of {held[2]} values" if held else "it is gone"
             raise CommandError(f"ERR {name} failed ({failed}): {what}") from None
         except ValueError as error:
             raise CommandError(f"ERR {name} failed ({error})") from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pion.commands import args, kv
+from pion.commands import args
 from pion.errors import ColdMissError, CommandError
 
 if TYPE_CHECKING:
