@@ -39,7 +39,7 @@ def _answer(
     name = args.upper(argv[0]).decode()
     made = attention.made
     shape = made.shape(sid, layer) if made is not None else None
-    if shape is None:
+    if made is None or shape is None:
         raise CommandError(f"ERR {name} failed ({failed})")
     heads, count, dim = shape
 
