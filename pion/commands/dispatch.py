@@ -122,6 +122,7 @@ class Dispatcher:
                 engine.on_new_meaning(self.server.attention.redefined)
             self.server.slowlog.threshold_us = options.slowlog_log_slower_than
             self.server.slowlog.max_len = options.slowlog_max_len
+        self._relieving: dict[Any, Any] = {}  # event by entry whose compaction writes wait for
         self._plane: Any = None
         self._fast_ids: dict[str, int] = {}
 
@@ -258,7 +259,7 @@ class Dispatcher:
                     return self._done(conn, record, argv, started, Raw(raw))
             value = record.handler(self.context(conn), argv)
         except CrowdedError as error:
-            return self._await(conn, record, argv, started, self._with_room(conn, record, argv, error.entry))
+            return self._await(conn, record, argv, started, self._with_room(conn, record, argv, error))
         except CommandError as error:
             value = _refusal(error)
         except Exception as error:
@@ -284,15 +285,30 @@ class Dispatcher:
             value = _failure(record, error)
         return self._done(conn, record, argv, started, value)
 
-    async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], entry: Any) -> Any:
+    async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], crowded: CrowdedError) -> Any:
         """Runs a write again after the compaction that makes room for it. It has changed nothing so far."""
         for _ in range(ROOM_TRIES):
-            await self.server.to_waiting_thread(self.engine.relieve, entry)
+            await self._relieved(crowded)
             try:
                 return await settled(record.handler(self.context(conn), argv))
             except CrowdedError as error:
-                entry, text = error.entry, str(error)
-        raise OutOfMemoryError(text)
+                crowded = error
+        raise OutOfMemoryError(str(crowded))
+
+    async def _relieved(self, crowded: CrowdedError) -> None:
+        """One thread for each entry that is compacted, however many writes wait for it."""
+        server, entry = self.server, crowded.entry
+        under_way = self._relieving.get(entry)
+        if under_way is not None:
+            await under_way.wait()
+            return
+        if server.new_event is not None:
+            self._relieving[entry] = server.new_event()
+        try:
+            await server.to_waiting_thread(self.engine.relieve, crowded)
+        finally:
+            if server.new_event is not None:
+                self._relieving.pop(entry).set()
 
     async def _held(self, conn: Any, record: table.Command, argv: list[Any]) -> Any:
         """Waits for the end of CLIENT PAUSE, then runs."""

@@ -42,7 +42,7 @@ TICK = 0.1  # seconds: expiry, send timeouts, samples
 EXPIRE_BUDGET_US = 1000  # of each tick, at most
 SLICE = 4 << 20  # bytes a large value may send or receive per turn: with 1 MiB the turns themselves cost a fifth
 DRAIN = 5.0  # seconds a graceful end waits for replies that are due
-WAITERS = 16  # writes at a time that wait for the compaction of their entry
+WAITERS = 64  # entries at a time for whose compaction writes wait
 RESERVED_FDS = 256  # descriptors for entry files (a quarter of all), the log and listeners beside the clients
 
 

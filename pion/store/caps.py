@@ -63,7 +63,8 @@ class Caps:
     Attributes:
         max_sessions, max_bytes: the caps.
         unlisted: bytes of files that a listing after the start has not come to yet.
-        searched: until then (monotonic seconds) no entry with dead bytes is looked for: there was none.
+        searched: until then (monotonic seconds), and until more records than so many have been written, no entry with
+            dead bytes is looked for: there was none.
         evicted: entries that went for them.
         expired: entries whose time to live ended.
     """
@@ -75,7 +76,8 @@ class Caps:
     max_sessions: int
     max_bytes: int
     unlisted: int
-    searched = 0.0
+    searched = (0.0, 0)
+    appended: int
     evicted = 0
     expired = 0
 
@@ -132,7 +134,7 @@ class Caps:
             possible = worth and fixed + copy <= most
             alone = disk + self.unlisted + moving + copy
             if worth and alone <= most < alone + 2 * grow:  # afterwards no copy would fit, whoever goes
-                raise self._crowded(keep) if possible else OutOfMemoryError(self._full())
+                raise self._crowded(keep) if possible else self._refusal(keep, held)
             if possible and time.monotonic() >= keep.strained and self._copy_now(keep, grow, used, fixed + moving):
                 raise CrowdedError(keep, self._full())
         if not worth and blocks(nbytes) + disk > most:
@@ -144,9 +146,7 @@ class Caps:
             if fixed + held + grow > most or not self._evict(keep, f"--max-bytes {most}"):
                 if possible and keep is not None:
                     raise self._crowded(keep)
-                if (own or again) and (other := self._most_dead(keep, held)) is not None:
-                    raise CrowdedError(other, self._full())
-                raise OutOfMemoryError(self._full())
+                raise self._refusal(keep, held) if own or again else OutOfMemoryError(self._full())
 
     def fit(self, sides: Sequence[Side | None], declared: Declared) -> None:
         """Refuse what can never be complete under --max-bytes, as far as its shape is declared.
@@ -177,11 +177,16 @@ class Caps:
             return True
         return used + copy <= most < used + 2 * grow + copy and dead >= copy * limits.COMPACT_DEAD_SHARE
 
+    def _refusal(self, keep: Entry | None, held: int) -> OutOfMemoryError:
+        """Why a write has no room: dead bytes of another entry, or it is full."""
+        other = self._most_dead(keep, held)
+        return OutOfMemoryError(self._full()) if other is None else CrowdedError(other, self._full(), keep)
+
     def _most_dead(self, keep: Entry | None, held: int) -> Entry | None:
         """The entry, not `keep`, with the most dead bytes that a compaction can reclaim. None: there is none, or there
-        was none a moment ago."""
+        was none a moment ago and nothing was written since."""
         now = time.monotonic()
-        if now < self.searched:
+        if now < self.searched[0] and self.searched[1] == self.appended:
             return None
         best, most = None, 0
         for entry in self.entries.values():
@@ -191,7 +196,7 @@ class Caps:
             if self._fixed(entry) + held + copy_size(entry) <= self.max_bytes:
                 best, most = entry, dead
         if best is None:
-            self.searched = time.monotonic() + _SEARCH_EVERY
+            self.searched = time.monotonic() + _SEARCH_EVERY, self.appended
         return best
 
     def _full(self) -> str:
@@ -207,7 +212,9 @@ class Caps:
 
     def _evict(self, keep: Entry | None, cap: str) -> bool:
         def busy(entry: Entry) -> bool:
-            return entry is keep or entry.writers > 0 or (entry.ref is not None and entry.ref.refs > 1)
+            if entry is keep or entry.writers or entry.waiting:
+                return True
+            return entry.ref is not None and entry.ref.refs > 1
 
         entry = self.order.first(busy)
         if entry is None:

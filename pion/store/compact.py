@@ -22,7 +22,7 @@ from pion._core.stream import FdRef
 from pion.errors import CommandError
 from pion.store import layout, loader
 from pion.store.caps import copy_size
-from pion.store.entries import Entry
+from pion.store.entries import CrowdedError, Entry
 from pion.store.store import Store
 
 log = logging.getLogger("pion.store")
@@ -67,14 +67,28 @@ def compact(store: Store, entry: Entry, *, patient: bool = False, forced: bool =
         return False
 
 
-def relieve(store: Store, entry: Entry, patience: float = PATIENCE) -> None:
-    """Compact an entry because its dead bytes leave no room for a write (CrowdedError). Blocking; called without the
-    lock. Whoever comes while it is done for another writer waits for that.
+def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> None:
+    """Compact an entry because its dead bytes leave no room for a write. Blocking; called without the lock. Whoever
+    comes while it is done for another writer waits for that.
 
     Args:
+        crowded: what the write was answered.
         patience: seconds to wait for bodies that are streaming in, here, where no further ones begin meanwhile, or
             into other entries, which could go for the copy if they were not being written.
     """
+    entry, keep = crowded.entry, crowded.keep
+    with store.lock:
+        if keep is not None:
+            keep.waiting += 1
+    try:
+        _relieve(store, entry, patience)
+    finally:
+        with store.lock:
+            if keep is not None:
+                keep.waiting -= 1
+
+
+def _relieve(store: Store, entry: Entry, patience: float) -> None:
     with store.lock:
         if entry.awaited:
             store.settled.wait_for(lambda: not entry.awaited, 2 * patience)
@@ -159,7 +173,7 @@ class _Job:
         self.fresh.describe(entry.sides, entry.declared)
         self.fresh.states = {}
         self.rows = self.fresh.rows = vstore.Rows()
-        fd, self.temporary = store.files.scratch(entry.path)
+        fd, self.temporary = store.files.scratch(entry.path, self.fresh.generation)
         self.target = FdRef(fd)
         self.at = self.base = 0
         self.durable = (0, 0)  # what is on the medium: up to here of the old file, standing up to there in the new one

@@ -287,9 +287,9 @@ class Engine(SessionMethods, PrefixMethods):
         except OSError as error:
             raise StorageError(f"{text} ({error.strerror})") from error
 
-    def relieve(self, entry: Entry) -> None:
-        """Make the room that a write needs, by a compaction of its own entry (CrowdedError). Blocking."""
-        compact.relieve(self._store, entry)
+    def relieve(self, crowded: CrowdedError) -> None:
+        """Make the room that a write needs, by a compaction. Blocking."""
+        compact.relieve(self._store, crowded)
 
     def _roomy(self, write: Callable[..., T], *args: Any) -> T:
         """Call something that writes, after compactions when dead bytes of its own entry take the room."""
@@ -299,8 +299,8 @@ class Engine(SessionMethods, PrefixMethods):
             except CrowdedError as error:
                 if self.deferred_room:
                     raise
-                entry = error.entry
-            compact.relieve(self._store, entry)
+                crowded = error
+            compact.relieve(self._store, crowded)
         return write(*args)
 
     def _check_open(self) -> None:

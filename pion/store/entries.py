@@ -39,9 +39,10 @@ class CrowdedError(OutOfMemoryError):
     Nothing was changed.
     """
 
-    def __init__(self, entry: Entry, text: str) -> None:
+    def __init__(self, entry: Entry, text: str, keep: Entry | None = None) -> None:
         super().__init__(text)
         self.entry = entry
+        self.keep = keep  # another one, which is written to: it must not go for the copy
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Entry:
         queued, timed: of order.py: it is in the heap of leaves; the end it has in that of ends.
         ref: the open file.
         writers: bodies that are streaming in.
+        waiting: writes that wait for the compaction of another entry.
         open: these bodies.
         compacting: a worker is writing the file anew.
         doubled: bytes that came since, charged for its new file as well.
@@ -91,7 +93,8 @@ class Entry:
         "_meta", "_path", "awaited", "base", "blocks", "changes", "compacting", "declared", "dirty", "doubled",
         "expires", "generation", "gone", "has_states", "key", "key_rows", "mask", "nbytes", "open", "parent", "pinned",
         "prefill_ms", "queued", "quiet", "ref", "row_count", "rows", "seed", "sides", "size", "slots", "snapshots",
-        "states", "strained", "synced", "timed", "unsynced", "used", "writers",
+        "states", "strained", "synced", "timed", "unsynced", "used", "waiting",
+        "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, generation: int) -> None:
@@ -116,7 +119,7 @@ class Entry:
         self.pinned = self.queued = False
         self.expires = self.timed = 0
         self.ref: FdRef | None = None
-        self.writers = 0
+        self.writers = self.waiting = 0
         self.open: tuple[Any, ...] = ()
         self.compacting = False
         self.awaited = False

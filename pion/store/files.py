@@ -44,7 +44,7 @@ class Files(Protocol):
     def open(self, path: str) -> int: ...
     def discard(self, path: str, generation: int) -> None: ...
     def adopt(self, temporary: str, path: str, generation: int) -> None: ...
-    def scratch(self, path: str) -> tuple[int, str]: ...
+    def scratch(self, path: str, generation: int) -> tuple[int, str]: ...
     def remove(self, temporary: str) -> None: ...
     def quarantine(self, path: str, generation: int) -> str: ...
     def keep_tail(self, path: str, fd: int, offset: int, end: int) -> str: ...
@@ -243,10 +243,11 @@ class DiskFiles:
         self._stale.add(path.rpartition("/")[0])
         stream.unlink_later(self.root / trash)
 
-    def scratch(self, path: str) -> tuple[int, str]:
-        """An empty file beside `path` for `adopt`, and its name."""
+    def scratch(self, path: str, generation: int) -> tuple[int, str]:
+        """An empty file beside `path` for `adopt`, and its name, which no other generation has: what has this path now
+        may be compacted while a compaction of what had it before is not over."""
         self._directory(path)
-        temporary = f"{path}.compact"
+        temporary = f"{path.removesuffix(layout.SUFFIX)}.{generation:016x}{layout.SUFFIX}.compact"
         return self._open_new(temporary), temporary
 
     def remove(self, temporary: str) -> None:
@@ -350,7 +351,7 @@ class MemoryFiles:
     def create(self, path: str, data: bytes, *, over: int = 0) -> int:
         """A new nameless file that holds `data`."""
         del over
-        fd, _ = self.scratch(path)
+        fd, _ = self.scratch(path, 0)
         try:
             write_all(fd, data)
         except OSError:
@@ -371,7 +372,7 @@ class MemoryFiles:
     def adopt(self, temporary: str, path: str, generation: int) -> None:
         """The descriptor of the scratch file is all there is."""
 
-    def scratch(self, path: str) -> tuple[int, str]:
+    def scratch(self, path: str, generation: int) -> tuple[int, str]:
         """An empty nameless file of mode 0600: anybody could reopen one of memfd's own mode 0777."""
         if sys.platform == "linux":
             fd = os.memfd_create(path.rpartition("/")[2][:64], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

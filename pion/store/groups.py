@@ -161,17 +161,19 @@ def _room(part: _Part) -> int:
     return nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0)
 
 
-def _append(place: _Place, parts: list[_Part], *, own: bool = True) -> None:
+def _append(place: _Place, parts: list[_Part], *, own: bool = True, room: bool = True) -> None:
     """Write records behind the last one, then take their rows in: all or none.
 
     Args:
         own: the caller can do it again after a compaction, see `Store.make_room`.
+        room: whether the caps are asked; not where the caller has.
     """
     store, entry, side, layer, dim, fmt = place
     rows, about = entry.rows, entry.sides[side]
     assert rows is not None
     assert about is not None
-    store.make_room(sum(_room(part) for part in parts), entry, own=own)
+    if room:
+        store.make_room(sum(_room(part) for part in parts), entry, own=own)
     store.mark_dirty(entry)
     at = entry.size
     placed = []
@@ -200,8 +202,17 @@ def _append(place: _Place, parts: list[_Part], *, own: bool = True) -> None:
     store.wrote(entry, written)
 
 
+def cut_size(entry: Entry, side: int, layer: int, length: int) -> int:
+    """Bytes that `before_cut` writes at most."""
+    about = entry.sides[side]
+    assert about is not None
+    dim, fmt = about.of(layer)
+    return (length % GROUP) * 2 * dim + 128 if vstore.is_keys(fmt) else 0
+
+
 def before_cut(store: Store, entry: Entry, side: int, layer: int, length: int) -> None:
-    """Keep the rows that a cut to `length` leaves of a sealed group: as loose rows. The lock is held."""
+    """Keep the rows that a cut to `length` leaves of a sealed group: as loose rows. The lock is held, and there is room
+    (`cut_size`)."""
     about, rows = entry.sides[side], entry.rows
     assert about is not None
     assert rows is not None
@@ -210,7 +221,7 @@ def before_cut(store: Store, entry: Entry, side: int, layer: int, length: int) -
     if first == length or not vstore.is_keys(fmt) or rows.pieces(side, layer, first, length)[0][0] != reading.SEALED:
         return
     place = _Place(store, entry, side, layer, dim, fmt)
-    _append(place, [_Part(first, length - first, False, bytes(_read_back(place, first, length)))])
+    _append(place, [_Part(first, length - first, False, bytes(_read_back(place, first, length)))], room=False)
 
 
 def publish(store: Store, sink: Write, word: str) -> None:

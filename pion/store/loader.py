@@ -35,6 +35,16 @@ def meta_record(entry: Entry, offset: int) -> bytes:
     return framing.pack_header(kind=layout.META, seed=entry.seed, attrs=entry.meta, offset=offset)
 
 
+def blocks_record(entry: Entry, offset: int, size: int, hashes: bytes) -> tuple[bytes, Payload]:
+    """A BLOCKS record for this place in the file, and where its hashes are."""
+    head = framing.pack_header(
+        kind=layout.BLOCKS, seed=entry.seed, payload_len=len(hashes), payload_crc=framing.crc32c(hashes, entry.seed),
+        start=size, count=len(hashes) // 8, offset=offset,
+    )  # fmt: skip
+    padding = bytes(framing.align_up(len(hashes)) - len(hashes))
+    return head + hashes + padding, Payload(offset, offset + len(head), len(hashes), True, size)
+
+
 class Collector:
     """Takes the records of a scan that are not rows."""
 

@@ -162,7 +162,7 @@ def _adopt(engine: Engine, found: EntryFile, fd: int, replace: bool) -> None:
                 f"'{over.name.decode('utf-8', 'backslashreplace')}' is there already (--replace drops it)"
             )
         store.announce(key)
-        out, temporary = files.scratch(found.entry.path)
+        out, temporary = files.scratch(found.entry.path, found.entry.generation)
         os.close(out)
         try:
             copy_file(fd, found.size, files.root / temporary, _REPLACE, pad=True)

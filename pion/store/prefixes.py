@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from pion._core import framing, membership
+from pion._core import framing, membership, vstore
 from pion._core.keyspace import Keyspace, glob_match
 from pion._core.stream import Extents
 from pion.errors import CommandError, MismatchError, OutOfMemoryError
 from pion.store import layout, loader, writes
-from pion.store.entries import Entry, Payload
+from pion.store.entries import Entry, Payload, Sides
 from pion.store.layout import Declared, Side
 from pion.store.ledger import Ledger
 from pion.store.store import Store
@@ -90,13 +91,9 @@ class Prefixes:
             raise
         if over is not None and over.pinned:  # a pin is on the name; a time to live ends with what it was given to
             declared = replace(declared, pinned=True)
-        entry = self.store.create(key, sides, declared, over=over)
+        entry = self.store.create(key, sides, declared, blocks=blocks, over=over)
         if blocks is not None:
-            try:
-                self._put_blocks(entry, *blocks)
-            except CommandError:
-                self.store.drop(entry, "its REGISTER failed")
-                raise
+            self._told_blocks(entry, blocks[1])
         return entry
 
     def _confirm(self, entry: Entry, asked: Asked, blocks: tuple[int, bytes] | None, declared: Declared) -> None:
@@ -108,6 +105,7 @@ class Prefixes:
         said = {field.name: getattr(declared, field.name) for field in fields(declared)}
         fresh = replace(entry.declared, **{name: value for name, value in said.items() if value is not None})
         sides = _stored(entry.key, asked, fresh)
+        table = 0 if blocks is None else len(blocks[1]) + 128 + vstore.BIG_ALIGN
         if entry.row_count:  # what is stored stays what it is
             sides = [held or side for held, side in zip(entry.sides, sides, strict=True)]
         if (sides, fresh) != (list(before[0]), before[1]):
@@ -115,13 +113,23 @@ class Prefixes:
             store.make_slots(sum(side is None for side in entry.sides), entry)
             store.recounted(entry, lambda: entry.describe(sides, fresh))
             try:
-                writes.append_meta(store, entry, "KV.PREFIX.REGISTER")
+                store.make_room(len(entry.meta) + 128 + table, entry, own=True)  # for both records, or neither
+                writes.append_meta(store, entry, "KV.PREFIX.REGISTER", room=False)
+                if blocks is not None:
+                    self._put_blocks(entry, *blocks, room=False)
             except CommandError:
-                store.recounted(entry, lambda: entry.describe(*before))
+                self._take_back(entry, *before)
                 raise
             self.changed(entry)
-        if blocks is not None:
+        elif blocks is not None:
             self._put_blocks(entry, *blocks)
+
+    def _take_back(self, entry: Entry, sides: Sides, declared: Declared) -> None:
+        """What an entry was said to be before a REGISTER that failed; the file says it too, if that can be."""
+        store = self.store
+        store.recounted(entry, lambda: entry.describe(sides, declared))
+        with contextlib.suppress(CommandError):
+            writes.append_meta(store, entry, "KV.PREFIX.REGISTER", room=False)
 
     def _differences(self, entry: Entry, asked: Asked, declared: Declared) -> str:
         """What keeps the call from meaning the stored entry: a list in words, empty when nothing does.
@@ -266,14 +274,17 @@ class Prefixes:
 
     # --- block tables -----------------------------------------------------------------------------------------------
 
-    def _put_blocks(self, entry: Entry, size: int, hashes: bytes) -> None:
+    def _put_blocks(self, entry: Entry, size: int, hashes: bytes, *, room: bool = True) -> None:
         store = self.store
         old = entry.blocks
         entry.blocks = writes.append_payload(
-            store, entry, "KV.PREFIX.REGISTER", layout.BLOCKS, hashes, start=size, count=len(hashes) // 8
+            store, entry, "KV.PREFIX.REGISTER", layout.BLOCKS, hashes, start=size, count=len(hashes) // 8, room=room
         )
         if old is not None and entry.rows is not None:
             entry.rows.lost(old.nbytes)
+        self._told_blocks(entry, hashes)
+
+    def _told_blocks(self, entry: Entry, hashes: bytes) -> None:
         self._tables.drop(entry.name)
         self.changed(entry)
         if hashes:

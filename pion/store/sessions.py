@@ -61,6 +61,9 @@ class SessionInfo:
         )
 
 
+_TRIM: Final = 128  # bytes of a TRIM record at most
+
+
 def locate(sid: bytes) -> tuple[bytes, int]:
     """Key of the entry and side of a session name."""
     tail = sid[-3:]
@@ -350,14 +353,25 @@ class Sessions:
                 raise CommandError("ERR V.RESTORE: unknown snap_id for this session")
             rows = entry.rows
             assert rows is not None
+            cuts = []
             for layer in range(rows.layers(side)):
                 length = kept[layer + 1] if layer + 1 < len(kept) else 0
                 if rows.tokens(side, layer) > length:
+                    cuts.append((layer, length))
+            if not cuts:
+                return
+            need = sum(_TRIM + groups.cut_size(entry, side, layer, length) for layer, length in cuts)
+            store.make_room(need, entry, own=True)  # for all of them, or none
+            try:
+                for layer, length in cuts:
                     groups.before_cut(store, entry, side, layer, length)
-                    writes.append_payload(store, entry, "V.RESTORE", layout.TRIM, layer=layer, side=side, count=length)
+                    writes.append_payload(
+                        store, entry, "V.RESTORE", layout.TRIM, layer=layer, side=side, count=length, room=False
+                    )
                     rows.trim(side, layer, length)
                     store.means_anew(entry, length)
-            store.recounted(entry, entry.recount)
+            finally:
+                store.recounted(entry, entry.recount)
 
     def release(self, sid: bytes, ident: int) -> int:
         """Forget a snapshot; 1 when it was there."""

@@ -6,6 +6,8 @@ session and no hit of a LOOKUP.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pion._core.stream import Extents
@@ -28,11 +30,21 @@ class States:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def _make(self, sid: bytes) -> Entry:
+    @contextlib.contextmanager
+    def _entry(self, sid: bytes) -> Iterator[Entry]:
+        """The entry of a name, for a first record; one that was made for it goes when that is refused."""
         if not sid:
             raise CommandError(f"ERR {_COMMAND} failed (alloc or worker bound)")
-        key = layout.PREFIX + sid
-        return self.store.get(key) or self.store.create(key, [None, None], UNDECLARED)
+        store, key = self.store, layout.PREFIX + sid
+        found = store.get(key)
+        entry = found or store.create(key, [None, None], UNDECLARED)
+        store.touch(entry)
+        try:
+            yield entry
+        except CommandError as error:
+            if found is None and not entry.gone:
+                store.drop(entry, f"never stored: its {_COMMAND} was refused: {error}")
+            raise
 
     def put(self, sid: bytes, layer: int, blob: Buffer, digest: str | None) -> None:
         """Replace the state of one layer; of the prefix with this digest, if it says so."""
@@ -43,18 +55,16 @@ class States:
                 if found is None:
                     raise SessionNotFoundError
                 found.expect(digest)
-            entry = self._make(sid)
-            store.touch(entry)
-            self._publish(entry, layer, writes.append_payload(
-                store, entry, _COMMAND, layout.STATE, blob, layer=layer, side=layout.STATES
-            ))  # fmt: skip
+            with self._entry(sid) as entry:
+                payload = writes.append_payload(
+                    store, entry, _COMMAND, layout.STATE, blob, layer=layer, side=layout.STATES
+                )
+            self._publish(entry, layer, payload)
 
     def open(self, sid: bytes, layer: int, nbytes: int) -> Write:
         """Where a large state goes while it arrives."""
         store = self.store
-        with store.lock:
-            entry = self._make(sid)
-            store.touch(entry)
+        with store.lock, self._entry(sid) as entry:
             return writes.open_write(store, entry, layout.STATE, nbytes, side=layout.STATES, layer=layer)
 
     def finish(self, sink: Write, digest: str | None) -> None:

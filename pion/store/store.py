@@ -214,10 +214,13 @@ class Store(Caps):
         sides: list[Side | None],
         declared: Declared,
         *,
-        records: bytes = b"",
+        blocks: tuple[int, bytes] | None = None,
         over: Entry | None = None,
     ) -> Entry:
         """A new entry with its file; it takes the place of `over` at once, or nothing happens.
+
+        Args:
+            blocks: block size and hashes of its table.
 
         Raises:
             OutOfMemoryError: the caps leave no room.
@@ -229,7 +232,11 @@ class Store(Caps):
         sessions = entry.side_count or 1
         self.make_slots(sessions - (over.side_count if over else 0), over, entries=0 if over else 1)
         head = layout.file_header(key, entry.generation)
-        data = head + loader.meta_record(entry, len(head)) + records
+        data = head + loader.meta_record(entry, len(head))
+        table = None
+        if blocks is not None:
+            record, table = loader.blocks_record(entry, len(data), *blocks)
+            data += record
         self.make_room(len(data), over, again=True)
         if over is not None:
             self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
@@ -240,7 +247,7 @@ class Store(Caps):
         except OSError as error:
             raise StorageError(f"ERR the entry could not be created: {error.strerror}") from error
         entry.ref = FdRef(fd)
-        entry.rows, entry.states = vstore.Rows(), {}
+        entry.rows, entry.states, entry.blocks = vstore.Rows(), {}, table
         entry.size = entry.base = len(data)
         if over is not None:
             self.forget(over, "replaced by a REGISTER with REPLACE")
@@ -355,6 +362,8 @@ class Store(Caps):
         self.evictions += entry.side_count
         self.totals.unsynced -= entry.unsynced
         entry.gone = True
+        with self.lock:  # a start does not hold it
+            self.settled.notify_all()  # nobody need wait for it any more
         for group in (self.unsynced, self.restless, self.used):
             group.discard(entry)
         self._open.pop(entry, None)

@@ -137,13 +137,17 @@ def grown(store: Store, entry: Entry, side: int, layer: int, before: int) -> Non
 
 def append_payload(
     store: Store, entry: Entry, command: str, kind: int, payload: Buffer = b"", *, layer: int = 0, side: int = 0,
-    start: int = 0, count: int = 0,
+    start: int = 0, count: int = 0, room: bool = True,
 ) -> Payload:  # fmt: skip
-    """Write a record that is not rows in one write; the caller publishes it. The lock is held."""
+    """Write a record that is not rows in one write; the caller publishes it. The lock is held.
+
+    Args:
+        room: whether the caps are asked; not where the caller has.
+    """
     at = entry.size
     nbytes = memoryview(payload).nbytes
-    need = nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0)
-    store.make_room(need, entry, own=True)
+    if room:
+        store.make_room(nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0), entry, own=True)
     store.mark_dirty(entry)
     try:
         total = vstore.write_record(
