@@ -42,7 +42,8 @@ static inline void mover__flush(mover *m, conn *c) {
 /* How far the next piece goes: up to a multiple of STREAM_PIECE in the file, so that the kernel caches the file in pages as
  * large as that. Whoever maps it then has a small part of the page faults. */
 static inline size_t mover__piece(const sink *s) {
-    uint64_t at = s->conv == STREAM_RAW ? (uint64_t)s->offset : s->got;
+    uint64_t start = s->conv == STREAM_RAW ? (uint64_t)s->offset - s->written : 0; /* a failed sink goes on taking */
+    uint64_t at = start + s->got;
     return STREAM_PIECE - (size_t)(at % STREAM_PIECE);
 }
 
