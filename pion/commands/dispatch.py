@@ -16,7 +16,7 @@ from pion.commands import table
 from pion.commands.commits import Later, settled
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
-from pion.store.caps import ROOM_TRIES
+from pion.store.caps import ROOM_PATIENCE, ROOM_TRIES
 from pion.store.entries import CrowdedError
 from pion.wire.resp import Err, Raw
 
@@ -278,7 +278,10 @@ class Dispatcher:
         self, conn: Any, record: table.Command, argv: list[Any], started: int, pending: Coroutine[Any, Any, Any]
     ) -> Any:
         try:
-            value = await settled(await pending)
+            try:
+                value = await settled(await pending)
+            except CrowdedError as error:  # where the entry had to be read first
+                value = await self._with_room(conn, record, argv, error)
         except CommandError as error:
             value = _refusal(error)
         except Exception as error:
@@ -287,12 +290,16 @@ class Dispatcher:
 
     async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], crowded: CrowdedError) -> Any:
         """Runs a write again after the compaction that makes room for it. It has changed nothing so far."""
+        end = time.monotonic() + ROOM_PATIENCE
         for _ in range(ROOM_TRIES):
-            await self._relieved(crowded)
+            with self.engine.waiting(crowded):
+                await self._relieved(crowded)
             try:
                 return await settled(record.handler(self.context(conn), argv))
             except CrowdedError as error:
                 crowded = error
+            if time.monotonic() > end:
+                break
         raise OutOfMemoryError(str(crowded))
 
     async def _relieved(self, crowded: CrowdedError) -> None:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pion.store")
 
-ROOM_TRIES: Final = 64  # compactions a write waits for
+ROOM_TRIES: Final = 64  # compactions a write waits for,
+ROOM_PATIENCE: Final = 20.0  # and seconds after which it waits for no other one
 _SEARCH_EVERY: Final = 0.1
 _SPARE_SHARE: Final = 32  # dead bytes of an entry are worth a copy from this part of what lives in it
 
@@ -193,7 +194,8 @@ class Caps:
             dead = entry.rows.dead if entry.rows is not None else 0
             if dead <= most or entry is keep or not worth_copying(entry) or now < entry.strained:
                 continue
-            if self._fixed(entry) + held + copy_size(entry) <= self.max_bytes:
+            kept = keep.disk if keep is not None and not keep.pinned else 0
+            if self._fixed(entry) + kept + held + copy_size(entry) <= self.max_bytes:
                 best, most = entry, dead
         if best is None:
             self.searched = time.monotonic() + _SEARCH_EVERY, self.appended
@@ -237,6 +239,15 @@ class Caps:
         self.drop(entry, "expired: the time to live that EXPIRE gave it has ended")
         self.means_anew(entry, None)
         self.expired += 1
+
+    def settle(self) -> None:
+        """After a record that had to be written: whoever was used longest ago goes for it, as long as that helps."""
+        most = self.max_bytes
+        while (before := self.totals.disk + self.unlisted + self.held_bytes()) > most:
+            if not self._evict(None, f"--max-bytes {most}"):
+                break
+            if self.totals.disk + self.unlisted + self.held_bytes() >= before:  # somebody still holds its file
+                break
 
     def enforce(self) -> None:
         """Bring what was found on disk under the caps. What is pinned stays; what needs room is then refused."""

@@ -76,19 +76,7 @@ def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> 
         patience: seconds to wait for bodies that are streaming in, here, where no further ones begin meanwhile, or
             into other entries, which could go for the copy if they were not being written.
     """
-    entry, keep = crowded.entry, crowded.keep
-    with store.lock:
-        if keep is not None:
-            keep.waiting += 1
-    try:
-        _relieve(store, entry, patience)
-    finally:
-        with store.lock:
-            if keep is not None:
-                keep.waiting -= 1
-
-
-def _relieve(store: Store, entry: Entry, patience: float) -> None:
+    entry = crowded.entry
     with store.lock:
         if entry.awaited:
             store.settled.wait_for(lambda: not entry.awaited, 2 * patience)

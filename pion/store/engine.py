@@ -14,8 +14,9 @@ without a socket.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,7 +24,7 @@ from pion import limits
 from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, compact, startup
-from pion.store.caps import ROOM_TRIES
+from pion.store.caps import ROOM_PATIENCE, ROOM_TRIES
 from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
@@ -287,20 +288,36 @@ class Engine(SessionMethods, PrefixMethods):
         except OSError as error:
             raise StorageError(f"{text} ({error.strerror})") from error
 
+    @contextmanager
+    def waiting(self, crowded: CrowdedError) -> Iterator[None]:
+        """Around waiting for `relieve`: the entry that is written to does not go for the copy of another one."""
+        keep = crowded.keep
+        if keep is not None:
+            with self._store.lock:
+                keep.waiting += 1
+        try:
+            yield
+        finally:
+            if keep is not None:
+                with self._store.lock:
+                    keep.waiting -= 1
+
     def relieve(self, crowded: CrowdedError) -> None:
         """Make the room that a write needs, by a compaction. Blocking."""
         compact.relieve(self._store, crowded)
 
     def _roomy(self, write: Callable[..., T], *args: Any) -> T:
         """Call something that writes, after compactions when dead bytes of its own entry take the room."""
+        end = time.monotonic() + ROOM_PATIENCE
         for _ in range(ROOM_TRIES):
             try:
                 return write(*args)
             except CrowdedError as error:
-                if self.deferred_room:
+                if self.deferred_room or time.monotonic() > end:
                     raise
                 crowded = error
-            compact.relieve(self._store, crowded)
+            with self.waiting(crowded):
+                compact.relieve(self._store, crowded)
         return write(*args)
 
     def _check_open(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pion.errors import CommandError, OutOfMemoryError
 from pion.store import layout, writes
-from pion.store.entries import CrowdedError, Entry
+from pion.store.entries import Entry
 from pion.store.order import MAX_LEASES
 from pion.store.prefixes import Tables
 from pion.store.store import Store
@@ -55,11 +55,9 @@ class Keeping:
         """A full store must not refuse it: it makes room. Then somebody goes for its record, it itself if need be."""
         try:
             self._tell(entry, "KV.PREFIX.UNPIN", pinned=None)
-        except CrowdedError:
-            raise  # the caller tries again after a compaction
         except OutOfMemoryError:
             self._tell(entry, "KV.PREFIX.UNPIN", room=False, pinned=None)
-            self.store.enforce()
+            self.store.settle()
 
     def expire(self, ns: bytes, when_ms: int, words: frozenset[str]) -> bool:
         """Let a prefix end at a time in ms since 1970; one that has come drops it. False: it is not here, or the

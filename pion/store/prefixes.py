@@ -115,11 +115,15 @@ class Prefixes:
             try:
                 store.make_room(len(entry.meta) + 128 + table, entry, own=True)  # for both records, or neither
                 writes.append_meta(store, entry, "KV.PREFIX.REGISTER", room=False)
-                if blocks is not None:
-                    self._put_blocks(entry, *blocks, room=False)
             except CommandError:
-                self._take_back(entry, *before)
+                store.recounted(entry, lambda: entry.describe(*before))
                 raise
+            if blocks is not None:
+                try:
+                    self._put_blocks(entry, *blocks, room=False)
+                except CommandError:
+                    self._take_back(entry, *before)
+                    raise
             self.changed(entry)
         elif blocks is not None:
             self._put_blocks(entry, *blocks)

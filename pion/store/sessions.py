@@ -371,7 +371,8 @@ class Sessions:
                     rows.trim(side, layer, length)
                     store.means_anew(entry, length)
             finally:
-                store.recounted(entry, entry.recount)
+                if not entry.gone:  # found to be damaged
+                    store.recounted(entry, entry.recount)
 
     def release(self, sid: bytes, ident: int) -> int:
         """Forget a snapshot; 1 when it was there."""

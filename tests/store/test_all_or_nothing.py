@@ -95,6 +95,11 @@ def test_a_confirmation_with_a_table_that_has_no_room_says_nothing_new(tmp_path:
             engine.register(b"ns", DIM, F16, blocks=(16, bytes(8 * 600_000)), scope=b"other", parent=b"above")
         about = engine.about(b"ns")
         assert (about["scope"], about["parent"]) == ("", "")
+        used = engine.info()["vstore_file_bytes"]
+        for _ in range(100):  # nor does it grow
+            with pytest.raises(OutOfMemoryError):
+                engine.register(b"ns", DIM, F16, blocks=(16, bytes(8 * 600_000)), scope=b"other" * 100)
+        assert engine.info()["vstore_file_bytes"] == used
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -13,6 +13,7 @@ import pytest
 from pion.errors import OutOfMemoryError
 from pion.store import compact
 from pion.store.engine import Engine
+from pion.store.entries import SessionNotFoundError
 
 from .model import F16, words
 from .support import DIM, fetched
@@ -150,3 +151,46 @@ def test_b11_dead_bytes_of_another_entry_refuse_nobody(tmp_path: Path, what: str
         assert layer > 1
         assert disk(engine, b"busy") < full // 2
         assert fetched(engine, b"busy_pk", 0, ROWS, native=True) == BLOB
+
+
+def test_a_prefix_that_waits_for_room_does_not_go_for_it(tmp_path: Path) -> None:
+    """Neither is pinned; the copy of the one with the dead bytes takes another one's room."""
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+        engine.pin(b"busy")
+        engine.register(b"idle", DIM, F16)
+        engine.v_store(b"idle_pk", 0, 0, ROWS, BLOB, "F16")
+        engine.register(b"small", DIM, F16)
+        overwrite(engine, b"busy_pk", 8)
+        full = disk(engine, b"busy")
+        for layer in range(4):
+            engine.v_store(b"small_pk", layer, 0, 2 * ROWS, 2 * BLOB, "F16")
+        assert disk(engine, b"busy") < full
+        assert fetched(engine, b"small_pk", 3, 2 * ROWS, native=True) == 2 * BLOB
+
+
+def test_those_who_wait_end_when_the_prefix_is_dropped(tmp_path: Path) -> None:
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+        sink = engine.v_store_open(b"busy_pk", 1, 0, ROWS, len(BLOB))  # the compaction has to wait for its end
+        refused: list[Exception] = []
+
+        def write() -> None:
+            try:
+                overwrite(engine, b"busy_pk", 40)
+            except SessionNotFoundError as error:
+                refused.append(error)
+
+        writers = [threading.Thread(target=write) for _ in range(3)]
+        for thread in writers:
+            thread.start()
+        entry = engine._store.entries[b"pbusy"]
+        while not entry.awaited:
+            time.sleep(0.01)
+        started = time.monotonic()
+        engine.drop(b"busy")
+        for thread in writers:
+            thread.join()
+        assert time.monotonic() - started < compact.PATIENCE / 2
+        assert len(refused) == 3
+        assert sink is not None
