@@ -172,7 +172,7 @@ def test_a_large_answer_goes_over_resp(resp: Any, lane: Lane) -> None:
         ("unknown status", "unknown status 9"),
         ("endless", "4294967295 bytes"),
         ("miss", "status 1 and 0 bytes"),
-        ("error", "status 2 and 0 bytes"),
+        ("error", "layer 3 of session b'doc_attn' was refused"),
         ("short", "status 0 and 4 bytes"),
         ("no ping", "PING was answered with status 2"),
     ],
