@@ -36,14 +36,14 @@ class States:
         if not sid:
             raise CommandError(f"ERR {_COMMAND} failed (alloc or worker bound)")
         store, key = self.store, layout.PREFIX + sid
-        found = store.get(key)
+        found, ended = store.get(key), store.ends.get(key)
         entry = found or store.create(key, [None, None], UNDECLARED)
         store.touch(entry)
         try:
             yield entry
         except CommandError as error:
             if found is None and not entry.gone:
-                store.drop(entry, f"never stored: its {_COMMAND} was refused: {error}")
+                store.drop(entry, ended or f"never stored: its {_COMMAND} was refused: {error}")
             raise
 
     def put(self, sid: bytes, layer: int, blob: Buffer, digest: str | None) -> None:

@@ -112,6 +112,11 @@ def test_a_state_that_is_refused_leaves_no_entry(tmp_path: Path, streamed: bool)
                 engine.ssm_store(b"ns", 0, bytes(2 << 20))
         assert engine.info()["vstore_entries"] == 0
         assert engine.why(b"ns").startswith("never stored: its SSM.PREFIX.STORE was refused: OOM")
+        store(engine, b"ns", 1)
+        engine.drop(b"ns")
+        with pytest.raises(OutOfMemoryError):
+            engine.ssm_store(b"ns", 0, bytes(2 << 20))
+        assert engine.why(b"ns").startswith("dropped by KV.PREFIX.DROP")  # that is why it is not there
 
 
 def test_unpin_in_a_full_store_stays_below_the_cap(tmp_path: Path) -> None:
