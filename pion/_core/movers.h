@@ -144,9 +144,8 @@ static inline void mover_run(job *item, void *state) {
     m->held = 0;
     if (c->blob == BLOB_WANTED) mover__blob(c);
     if (c->early_n) {
-        size_t piece = mover__piece(c->sink), now = c->early_n < piece ? 0 : c->early_n;
-        if (now) sink_feed(c->sink, c->early, now, &m->scratch);
-        else memcpy(m->piece, c->early, m->held = c->early_n);
+        if (c->early_n < mover__piece(c->sink)) memcpy(m->piece, c->early, m->held = c->early_n);
+        else sink_feed(c->sink, c->early, c->early_n, &m->scratch);
         free(c->early);
         c->early = NULL;
         c->early_n = 0;

@@ -156,11 +156,6 @@ def append_rows(
     _append(place, _parts(place, start, _words(source, blob, dim, fmt, start, theta_of(entry, fmt))))
 
 
-def _room(part: _Part) -> int:
-    nbytes = len(part.payload)
-    return nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0)
-
-
 def _append(place: _Place, parts: list[_Part], *, own: bool = True, room: bool = True) -> None:
     """Write records behind the last one, then take their rows in: all or none.
 
@@ -173,7 +168,7 @@ def _append(place: _Place, parts: list[_Part], *, own: bool = True, room: bool =
     assert rows is not None
     assert about is not None
     if room:
-        store.make_room(sum(_room(part) for part in parts), entry, own=own)
+        store.make_room(sum(writes.record_size(len(part.payload)) for part in parts), entry, own=own)
     store.mark_dirty(entry)
     at = entry.size
     placed = []

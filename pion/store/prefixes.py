@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from pion._core import framing, membership, vstore
+from pion._core import framing, membership
 from pion._core.keyspace import Keyspace, glob_match
 from pion._core.stream import Extents
 from pion.errors import CommandError, MismatchError, OutOfMemoryError
@@ -105,7 +105,7 @@ class Prefixes:
         said = {field.name: getattr(declared, field.name) for field in fields(declared)}
         fresh = replace(entry.declared, **{name: value for name, value in said.items() if value is not None})
         sides = _stored(entry.key, asked, fresh)
-        table = 0 if blocks is None else len(blocks[1]) + 128 + vstore.BIG_ALIGN
+        table = 0 if blocks is None else writes.record_size(len(blocks[1]))
         if entry.row_count:  # what is stored stays what it is
             sides = [held or side for held, side in zip(entry.sides, sides, strict=True)]
         if (sides, fresh) != (list(before[0]), before[1]):

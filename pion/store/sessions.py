@@ -61,9 +61,6 @@ class SessionInfo:
         )
 
 
-_TRIM: Final = 128  # bytes of a TRIM record at most
-
-
 def locate(sid: bytes) -> tuple[bytes, int]:
     """Key of the entry and side of a session name."""
     tail = sid[-3:]
@@ -360,7 +357,7 @@ class Sessions:
                     cuts.append((layer, length))
             if not cuts:
                 return
-            need = sum(_TRIM + groups.cut_size(entry, side, layer, length) for layer, length in cuts)
+            need = sum(writes.record_size(0) + groups.cut_size(entry, side, layer, length) for layer, length in cuts)
             store.make_room(need, entry, own=True)  # for all of them, or none
             try:
                 for layer, length in cuts:

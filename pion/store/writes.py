@@ -47,6 +47,11 @@ def refused(command: str, row: int, fmt: int) -> CommandError:
     )
 
 
+def record_size(nbytes: int) -> int:
+    """Bytes that a record with such a payload takes at most."""
+    return nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0)
+
+
 def undo(store: Store, entry: Entry) -> None:
     """Take back what a failed write left behind the last record; the next one would overwrite it anyway."""
     try:
@@ -98,8 +103,7 @@ def append_rows(
     assert about is not None
     dim, fmt = about.of(layer)
     at, stride = entry.size, vstore.row_bytes(fmt, dim)
-    need = stride * count + 128 + (vstore.BIG_ALIGN if stride * count >= vstore.BIG_FROM else 0)
-    store.make_room(need, entry, own=True)
+    store.make_room(record_size(stride * count), entry, own=True)
     if not entry.dirty:
         store.mark_dirty(entry)
     before = rows.tokens(side, layer)
@@ -147,7 +151,7 @@ def append_payload(
     at = entry.size
     nbytes = memoryview(payload).nbytes
     if room:
-        store.make_room(nbytes + 128 + (vstore.BIG_ALIGN if nbytes >= vstore.BIG_FROM else 0), entry, own=True)
+        store.make_room(record_size(nbytes), entry, own=True)
     store.mark_dirty(entry)
     try:
         total = vstore.write_record(
