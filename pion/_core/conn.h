@@ -31,7 +31,8 @@
 enum { AT_HOME = 0, AT_MOVER, AT_END };
 enum { CLOSE_NO = 0, CLOSE_FLUSH /* after the output has left */, CLOSE_LINGER /* FIN sent, input thrown away */ };
 enum { BLOB_NO = 0, BLOB_WANTED, BLOB_STREAM /* as it is received */, BLOB_WRITTEN };
-enum { WAIT_NO = 0, WAIT_FRAME /* a complete frame for Python */, WAIT_STREAM /* where does this body go? */ };
+enum { WAIT_NO = 0, WAIT_FRAME /* a complete frame for Python */, WAIT_STREAM /* where does this body go? */,
+       WAIT_PLACE /* Python tells that later: until then it stays with the peer */ };
 
 struct plane;
 

@@ -19,6 +19,7 @@ cdef extern from "plane.h" nogil:
         WAIT_NO
         WAIT_FRAME
         WAIT_STREAM
+        WAIT_PLACE
         FAST_SLOTS
         FAST_DONE
         SLOT_PIN

@@ -133,8 +133,8 @@ cdef class Conn:
 
     @property
     def pending(self):
-        """A reply is due through `Plane.resume`."""
-        return bool(self.c.pending)
+        """A reply is due through `Plane.resume`, or a sink through `Plane.place`."""
+        return bool(self.c.pending) or self.c.waiting == WAIT_PLACE
 
     @property
     def output_bytes(self):

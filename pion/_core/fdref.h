@@ -2,6 +2,7 @@
  *
  * fdref    the last reference closes the file on a background thread (the last close of an unlinked 4 GB file takes
  *          seconds). Its lock-free count is the only thing two threads touch at once.
+ * room     of a removed file: held by all that has to end before its blocks are free, its unlink and its closes.
  * scratch  pieces are read, converted and written through buffers that stay in the L2/L3 cache.
  */
 #ifndef PION_FDREF_H
@@ -19,18 +20,41 @@
 
 /* ---- fdref ---------------------------------------------------------------------------------------------------- */
 
+typedef struct room {
+    _Atomic int refs;
+} room;
+
+static inline room *room_new(void) {
+    room *r = (room *)calloc(1, sizeof *r);
+    if (r) atomic_store_explicit(&r->refs, 1, memory_order_relaxed);
+    return r;
+}
+
+static inline room *room_ref(room *r) {
+    if (r) atomic_fetch_add_explicit(&r->refs, 1, memory_order_relaxed);
+    return r;
+}
+
+static inline void room_unref(room *r) {
+    if (r && atomic_fetch_sub_explicit(&r->refs, 1, memory_order_acq_rel) == 1) free(r);
+}
+
+static inline int room_refs(room *r) { return atomic_load_explicit(&r->refs, memory_order_acquire); }
+
 typedef struct fdref {
     job closing;     /* first member: the closer gets the fdref from its job */
     jobs *closer;    /* NULL: the last reference closes in its own thread */
     _Atomic int refs;
     _Atomic int failed; /* errno of a read that did not give what should be there */
     int fd;
+    room *room;      /* of a removed file, held until it is closed; set by who has a reference, once */
 } fdref;
 
 static inline void fdref__close(job *item, void *state) {
     (void)state;
     fdref *ref = (fdref *)item;
     close(ref->fd);
+    room_unref(ref->room);
     free(ref);
 }
 

@@ -149,7 +149,7 @@ static inline void conn_bulk(plane *p, conn *c) {
     else conn_blob(p, c, BLOB_STREAM);
 }
 
-/* Python's answer to WAIT_STREAM: a sink (whose reference is taken over), or NULL to receive the bulk in memory. */
+/* Python's answer to WAIT_STREAM, or to WAIT_PLACE: a sink (whose reference is taken over), or NULL to receive the bulk in memory. */
 static inline int conn_stream(plane *p, conn *c, sink *s) {
     struct resp_parser *r = &c->parser;
     c->waiting = WAIT_NO;
@@ -331,9 +331,9 @@ static inline void conn_read(plane *p, conn *c) {
 
 /* ---- sending ---------------------------------------------------------------------------------------------------------------- */
 
-/* Never while it waits for Python, which answers within the batch. */
+/* Never while it waits for Python, when that answers within the batch. */
 static inline int conn_needs_mover(const conn *c) {
-    return c->fd >= 0 && !c->waiting && ((conn_streams(c) && !c->dry) || (outq_starts_with_file(&c->out) && !c->full) ||
+    return c->fd >= 0 && (!c->waiting || c->waiting == WAIT_PLACE) && ((conn_streams(c) && !c->dry) || (outq_starts_with_file(&c->out) && !c->full) ||
                           c->blob == BLOB_WANTED);
 }
 
@@ -374,9 +374,9 @@ static inline int conn_put_extents(plane *p, conn *c, extents *e) {
 static inline void conn_want(plane *p, conn *c) {
     int want = 0;
     if (conn_wants_input(c) || conn_streams(c)) want |= EV_IN;
-    else if (c->waiting) want |= c->interest & EV_IN; /* answered within this batch: do not toggle */
+    else if (c->waiting && c->waiting != WAIT_PLACE) want |= c->interest & EV_IN; /* answered within this batch: do not toggle */
     if (!outq_empty(&c->out)) want |= EV_OUT;
-    if (!(want & EV_IN) && c->pending && !c->hup) want |= EV_HUP;
+    if (!(want & EV_IN) && (c->pending || c->waiting == WAIT_PLACE) && !c->hup) want |= EV_HUP;
     if (want == c->interest) return;
     if (ev_set(&p->ev, c->fd, c, c->interest, want) < 0) {
         conn_end(p, c);

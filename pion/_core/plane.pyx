@@ -66,7 +66,8 @@ cdef class Plane(PlaneBase):
     Args:
         keyspace: what the fast commands work on.
         handler: `handler(conn, argv) -> reply value | PENDING`; argv holds bytes, and a Sink where one was opened.
-        stream_open: `stream_open(conn, argv_so_far, nbytes) -> Sink | None` for the argument of a command in `streams`.
+        stream_open: `stream_open(conn, argv_so_far, nbytes) -> Sink | None | PENDING` for the argument of a command in
+            `streams`.
         fast_table: (FAST_*, NAME, arity, flags) of the commands that may run in C.
         streams: (NAME, index) of arguments that may be received straight into a file.
         movers: threads for file bodies.

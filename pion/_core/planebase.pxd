@@ -5,6 +5,7 @@ from libc.stdint cimport uint64_t
 
 from pion._core.conn cimport Conn, cconn, plane
 from pion._core.keyspace cimport Keyspace
+from pion._core.stream cimport Sink
 
 
 cdef class PlaneBase:
@@ -24,6 +25,7 @@ cdef class PlaneBase:
     cdef int _serve_slow(self, uint64_t until) except -1
     cdef int _serve(self, cconn *c) except -1
     cdef int _place_stream(self, cconn *c, Conn owner) except -1
+    cdef int _placed(self, cconn *c, Conn owner, Sink sink) except -1
     cdef int _run_frame(self, cconn *c, Conn owner) except -1
     cdef int _go_on(self, cconn *c) except -1
     cdef int _reply(self, cconn *c, object value) except -1

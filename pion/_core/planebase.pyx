@@ -25,7 +25,8 @@ register_stream_type(Extents)
 
 
 class _Pending:
-    """What a handler returns when `Plane.resume` will bring the reply."""
+    """What a handler returns when `Plane.resume` will bring the reply, and `stream_open` when `Plane.place` will bring
+    the sink."""
 
     __slots__ = ()
 
@@ -37,6 +38,10 @@ PENDING = _Pending()
 cdef object pending = PENDING
 cdef object internal_error = Err(b"ERR internal error")
 cdef object CLOSE = object()    # in an inbox: close after what stands before it
+cdef enum:                      # what else is in an inbox
+    PUSH
+    REPLY
+    PLACE
 
 # Every bound, in bytes, counts or seconds. limits.py gives the reasons for the values the server uses.
 cdef dict DEFAULTS = {
@@ -233,7 +238,7 @@ cdef class PlaneBase:
         if not after_flush:
             conn_end(self.p, c)
         elif c.where == AT_MOVER:
-            conn.inbox.append((CLOSE, False))
+            conn.inbox.append((CLOSE, PUSH))
             self.inboxes[c.id] = conn
         elif c.fd < 0 and not c.pending and not c.waiting and outq_empty(&c.out):
             conn_end(self.p, c)
@@ -262,11 +267,28 @@ cdef class PlaneBase:
         if not c.pending:
             raise RuntimeError("no reply is due on this connection")
         if c.where == AT_MOVER:
-            conn.inbox.append((value, True))
+            conn.inbox.append((value, REPLY))
             self.inboxes[c.id] = conn
             return
         plane_touch(self.p, c)
         self._reply_late(c, value)
+        if c.fd < 0 and self.depth == 0:
+            self._run_memory(c)
+        else:
+            self._go_on(c)
+            self._kick()
+
+    def place(self, Conn conn, Sink sink):
+        """Where the argument goes for which `stream_open` answered PENDING; None to collect it as usual.
+
+        When the connection has ended, or was told to, the sink is aborted.
+        """
+        cdef cconn *c = self._open(conn)
+        if c.where == AT_MOVER:
+            conn.inbox.append((sink, PLACE))
+            self.inboxes[c.id] = conn
+            return
+        self._placed(c, conn, sink)
         if c.fd < 0 and self.depth == 0:
             self._run_memory(c)
         else:
@@ -279,7 +301,7 @@ cdef class PlaneBase:
         if c.where == AT_END or c.closing != CLOSE_NO:
             return
         if c.where == AT_MOVER:
-            conn.inbox.append((value, False))
+            conn.inbox.append((value, PUSH))
             self.inboxes[c.id] = conn
             return
         plane_touch(self.p, c)
@@ -385,9 +407,13 @@ cdef class PlaneBase:
     cdef int _place_stream(self, cconn *c, Conn owner) except -1:
         """Ask where a large argument goes."""
         cdef Sink sink
-        cdef int rc
         try:
             found = self.stream_open(owner, self._argv(c, owner), c.parser.bulk_len)
+            if found is pending:
+                if c.where == AT_HOME:
+                    c.waiting = WAIT_PLACE
+                    plane_touch(self.p, c)
+                return 0
             if found is None:
                 sink = None
             elif isinstance(found, Sink) and found.nbytes == c.parser.bulk_len and found.received == 0:
@@ -397,7 +423,11 @@ cdef class PlaneBase:
         except Exception:  # whatever a command does wrong, the others are served; the body is collected in memory
             log.exception("opening a stream failed")
             sink = None
-        if c.where != AT_HOME:
+        return self._placed(c, owner, sink)
+
+    cdef int _placed(self, cconn *c, Conn owner, Sink sink) except -1:
+        cdef int rc
+        if c.where != AT_HOME or (c.waiting != WAIT_STREAM and c.waiting != WAIT_PLACE):
             if sink is not None and sink.on_abort is not None:
                 sink.on_abort(sink)
             return 0
@@ -443,15 +473,17 @@ cdef class PlaneBase:
 
     cdef int _deliver(self, cconn *c, Conn owner) except -1:
         """What arrived for a connection while a mover had it."""
-        cdef bint reply
+        cdef int what
         while owner.inbox and c.where == AT_HOME:
-            value, reply = owner.inbox.pop(0)
+            value, what = owner.inbox.pop(0)
             plane_touch(self.p, c)
             if value is CLOSE:
                 if c.closing == CLOSE_NO:
                     c.closing = CLOSE_FLUSH
                 continue
-            if reply:
+            if what == PLACE:
+                self._placed(c, owner, value)
+            elif what == REPLY:
                 self._reply_late(c, value)
             else:
                 self._queue(c, value)
@@ -520,11 +552,14 @@ cdef class PlaneBase:
             plane_forget(self.p, c)
             del self.conns[c.id]
             self.inboxes.pop(c.id, None)
+            sinks = [value for value, what in conn.inbox if what == PLACE]
+            sinks.append(conn.sink)
+            conn.sink = None
             conn.inbox.clear()
-            sink, conn.sink = conn.sink, None
             try:
-                if sink is not None and sink.on_abort is not None:
-                    sink.on_abort(sink)
+                for sink in sinks:
+                    if sink is not None and sink.on_abort is not None:
+                        sink.on_abort(sink)
                 if self.on_close is not None:
                     self.on_close(conn)
             except Exception:  # what is below, and other connections, must still be let go
@@ -559,7 +594,7 @@ cdef class PlaneBase:
         """Run a memory connection as far as it goes, Python's frames included."""
         if c.where == AT_HOME:
             self._go_on(c)
-        while c.where == AT_HOME and c.waiting:
+        while c.where == AT_HOME and c.waiting and c.waiting != WAIT_PLACE:
             self._serve_slow(ev_now_ns() + self.p.limits.batch_ns)
         with nogil:
             plane_flush(self.p)

@@ -17,9 +17,13 @@ cdef extern from "stream.h" nogil:
     ctypedef struct jobs:
         pass
 
+    ctypedef struct room:
+        pass
+
     ctypedef struct fdref:
         int failed
         int fd
+        room *room
 
     ctypedef struct scratch:
         const void *key
@@ -66,6 +70,10 @@ cdef extern from "stream.h" nogil:
     void sink_unref(sink *s) noexcept
     bint sink_done(const sink *s) noexcept
     void sink_feed(sink *s, const char *p, size_t n, scratch *t) noexcept
+
+
+cdef class Room:
+    cdef room *room
 
 
 cdef class FdRef:

@@ -13,7 +13,7 @@ from libc.string cimport memcpy, memset, strdup
 
 __all__ = ["CONV_BF16_F16", "CONV_BF16_F32", "CONV_BF16_INT8", "CONV_F16_BF16", "CONV_F16_F32", "CONV_F16_INT8",
            "CONV_F32_BF16", "CONV_F32_F16", "CONV_F32_INT8", "CONV_RAW", "MIXED", "RAW", "Extents", "FdRef", "Sink",
-           "drain", "unlink_later"]
+           "Room", "drain", "unlink_later"]
 
 
 cdef extern from "stream.h" nogil:
@@ -26,6 +26,10 @@ cdef extern from "stream.h" nogil:
     jobs *jobs_new(int threads, void *(*state_new)() noexcept, void (*state_free)(void *) noexcept)
     void jobs_submit(jobs *pool, job *item)
     bint jobs_wait_idle(jobs *pool, long timeout_ms)
+    room *room_new()
+    room *room_ref(room *r)
+    void room_unref(room *r)
+    int room_refs(room *r)
     fdref *fdref_new(int fd, jobs *closer)
     int fdref_refs(fdref *ref)
     int fdref_state(const fdref *ref, uint64_t least)
@@ -37,11 +41,12 @@ cdef extern from "stream.h" nogil:
 
 cdef extern from *:
     """
-    typedef struct unlink_job { job item; char *path; } unlink_job;
+    typedef struct unlink_job { job item; char *path; room *room; } unlink_job;
     static void unlink_run(job *item, void *state) {
         (void)state;
         unlink_job *self = (unlink_job *)item;
         unlink(self->path);
+        room_unref(self->room);
         free(self->path);
         free(self);
     }
@@ -49,6 +54,7 @@ cdef extern from *:
     ctypedef struct unlink_job:
         job item
         char *path
+        room *room
     void unlink_run(job *item, void *state) noexcept nogil
 
 
@@ -94,8 +100,29 @@ def drain(double timeout_s=-1.0):
 atexit.register(drain, 10.0)
 
 
-def unlink_later(path):
-    """Remove a file on a background thread (seconds for a big one). A file that is already gone is fine."""
+cdef class Room:
+    """The blocks of a removed file: given to its unlink and to its descriptors, it tells when they are free."""
+
+    def __cinit__(self):
+        self.room = room_new()
+        if self.room == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        room_unref(self.room)
+
+    @property
+    def taken(self):
+        """An unlink or a close that it was given to has not been done yet."""
+        return room_refs(self.room) > 1
+
+
+def unlink_later(path, Room room=None):
+    """Remove a file on a background thread (seconds for a big one). A file that is already gone is fine.
+
+    Args:
+        room: taken until it is done.
+    """
     cdef bytes name = os.fsencode(path)
     if b"\0" in name:
         raise ValueError("embedded null byte")
@@ -106,6 +133,7 @@ def unlink_later(path):
     if item.path == NULL:
         free(item)
         raise MemoryError
+    item.room = NULL if room is None else room_ref(room.room)
     item.item.run = unlink_run
     with nogil:
         jobs_submit(closer, &item.item)
@@ -135,6 +163,11 @@ cdef class FdRef:
     def refs(self):
         """Users of the file: 1 when only this object holds it, no reply and no sink."""
         return fdref_refs(self.ref)
+
+    def occupy(self, Room room not None):
+        """The file was removed: the room is taken until it is closed here. Once; a second room changes nothing."""
+        if self.ref.room == NULL:
+            self.ref.room = room_ref(room.room)
 
     @property
     def failed(self):

@@ -6,11 +6,13 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import CoroutineType
 from typing import Any
 
 from pion import errors
+from pion._core.plane import PENDING
+from pion._core.stream import Sink
 from pion.auth import Authenticator
 from pion.commands import table
 from pion.commands.commits import Later, settled
@@ -205,22 +207,36 @@ class Dispatcher:
         """The plane meets a large argument: returns the Sink its bytes go to, or None to collect them as usual.
 
         A command that is refused already here gets a Sink that discards; its `refused` holds the error, answered when
-        the command is complete.
+        the command is complete. One that has to wait for room gets PENDING: its argument is not read meanwhile.
         """
-        from pion._core.stream import Sink
-
         record = table.COMMANDS.get(bytes(argv[0]).lower()) if argv else None
         if record is None or record.open_stream is None or record.stream_arg != len(argv):
             return None
         try:
             self._gate(conn, record)
             return record.open_stream(self.context(conn), argv, nbytes)
-        except CrowdedError:
-            return None  # the command has to wait for room, so its body waits in memory
+        except CrowdedError as error:
+            if self.server.spawn is None:
+                return None  # nobody could wait: the argument is collected in memory
+            self.server.spawn(functools.partial(self._placed, conn, record, argv, nbytes, error))
+            return PENDING
         except CommandError as error:
-            sink = Sink(None, 0, nbytes)
-            sink.refused = error
-            return sink
+            return _discarding(nbytes, error)
+
+    async def _placed(
+        self, conn: Any, record: table.Command, argv: list[bytes], nbytes: int, crowded: CrowdedError
+    ) -> None:
+        """Opens the stream once there is room."""
+        assert record.open_stream is not None
+        act = functools.partial(record.open_stream, self.context(conn), argv, nbytes)
+        try:
+            sink = await self._with_room(act, crowded)
+        except CommandError as error:
+            sink = _discarding(nbytes, error)
+        except Exception:  # as where no wait was needed: the argument is collected in memory
+            log.exception("opening a stream failed")
+            sink = None
+        self._plane.place(conn, sink)
 
     def _admit(self, conn: Any, argv: list[Any]) -> table.Command:
         """The record of a command that may run now.
@@ -259,7 +275,7 @@ class Dispatcher:
                     return self._done(conn, record, argv, started, Raw(raw))
             value = record.handler(self.context(conn), argv)
         except CrowdedError as error:
-            return self._await(conn, record, argv, started, self._with_room(conn, record, argv, error))
+            return self._await(conn, record, argv, started, self._handled(conn, record, argv, error))
         except CommandError as error:
             value = _refusal(error)
         except Exception as error:
@@ -281,29 +297,38 @@ class Dispatcher:
             try:
                 value = await settled(await pending)
             except CrowdedError as error:  # where the entry had to be read first
-                value = await self._with_room(conn, record, argv, error)
+                value = await self._handled(conn, record, argv, error)
         except CommandError as error:
             value = _refusal(error)
         except Exception as error:
             value = _failure(record, error)
         return self._done(conn, record, argv, started, value)
 
-    async def _with_room(self, conn: Any, record: table.Command, argv: list[Any], crowded: CrowdedError) -> Any:
-        """Runs a write again after the compaction that makes room for it. It has changed nothing so far."""
+    async def _handled(self, conn: Any, record: table.Command, argv: list[Any], crowded: CrowdedError) -> Any:
+        """Runs a write again once there is room. It has changed nothing so far."""
+        try:
+            return await self._with_room(functools.partial(record.handler, self.context(conn), argv), crowded)
+        except CommandError:
+            for arg in argv:
+                if getattr(arg, "on_abort", None) is not None:  # a body that could not be published
+                    arg.on_abort(arg)
+            raise
+
+    async def _with_room(self, act: Callable[[], Any], crowded: CrowdedError) -> Any:
         end = time.monotonic() + ROOM_PATIENCE
         for _ in range(ROOM_TRIES):
             with self.engine.waiting(crowded):
                 await self._relieved(crowded)
             try:
-                return await settled(record.handler(self.context(conn), argv))
+                return await settled(act())
             except CrowdedError as error:
-                crowded = error
+                crowded = error.with_traceback(None)  # else it would hold the frames that hold it
             if time.monotonic() > end:
                 break
         raise OutOfMemoryError(str(crowded))
 
     async def _relieved(self, crowded: CrowdedError) -> None:
-        """One thread for each entry that is compacted, however many writes wait for it."""
+        """One thread for each entry that is compacted, and one for what is being freed, however many writes wait."""
         server, entry = self.server, crowded.entry
         under_way = self._relieving.get(entry)
         if under_way is not None:
@@ -372,6 +397,12 @@ def _failure(record: table.Command, error: Exception) -> Err:
     name, why = record.name.upper().replace("|", " "), error.strerror or str(error)
     log.error("%s failed: %s", name, why)
     return Err(f"ERR {name} failed: {why}")
+
+
+def _discarding(nbytes: int, error: CommandError) -> Any:
+    sink = Sink(None, 0, nbytes)
+    sink.refused = error
+    return sink
 
 
 def _refusal(error: CommandError) -> Any:

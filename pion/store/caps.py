@@ -1,7 +1,8 @@
 """--max-sessions and --max-bytes: what makes room for a write, and when a write is refused.
 
 Both hold at any moment. Whoever is about to write asks first, under the lock, for the blocks the write will take; what
-compactions write and what readers hold of dropped files counts too.
+compactions write counts too, and so do removed files, until nobody reads them and their blocks are free. A write that
+needs those blocks waits for them (CrowdedError): nobody else goes for it.
 
 A session that overwrites its rows leaves dead bytes behind, and they go only with a compaction, which needs room for a
 copy of what lives. So a write that would take the last room for that copy, or for moving the bodies that are arriving,
@@ -86,7 +87,8 @@ class Caps:
 
         def drop(self, entry: Entry, reason: str) -> None: ...
         def means_anew(self, entry: Entry, start: int | None) -> None: ...
-        def held_bytes(self) -> int: ...
+        def gone_bytes(self) -> tuple[int, int]: ...
+        def is_lent(self, entry: Entry) -> bool: ...
 
     def make_slots(self, sessions: int, keep: Entry | None = None, *, entries: int = 0) -> None:
         """Evict until this many more sessions and entries fit under --max-sessions (an entry may be state alone).
@@ -114,7 +116,7 @@ class Caps:
         Raises:
             OutOfMemoryError: all that is left is being written or read, leased or pinned, or `keep` could not be
                 compacted. When it is known before that it would not do, nothing is evicted.
-            CrowdedError: with `own` or `again`, dead bytes take the room.
+            CrowdedError: removed files take the room, or with `own` or `again` dead bytes.
         """
         most, grow, disk, moving = self.max_bytes, blocks(nbytes), 0, 0
         total = self.totals.disk + self.unlisted
@@ -123,9 +125,9 @@ class Caps:
             if own:
                 moving = sum(sink.reserved for sink in keep.open)  # bodies may have to stand behind later ones
                 grow *= 2 if keep.compacting else 1  # the compaction will copy it
-        if total + grow + (disk + grow + moving + BLOCK if own else 0) <= most and not self.held_bytes():
+        held, freeing = self.gone_bytes()
+        if total + held + freeing + grow + (disk + grow + moving + BLOCK if own else 0) <= most:
             return
-        held = self.held_bytes()
         used, fixed = total + held, self._fixed(keep)
         worth = possible = False
         if own and keep is not None:
@@ -144,10 +146,15 @@ class Caps:
                 "alone would take: nothing was evicted for it"
             )
         while self.totals.disk + self.unlisted + held + grow > most:
-            if fixed + held + grow > most or not self._evict(keep, f"--max-bytes {most}"):
+            never = fixed + held + grow > most
+            if never or not self._evict(keep, f"--max-bytes {most}"):
                 if possible and keep is not None:
                     raise self._crowded(keep)
+                if not never and self.gone_bytes()[1]:  # who waits for these may be evicted afterwards
+                    raise self._unfreed(keep, grow)
                 raise self._refusal(keep, held) if own or again else OutOfMemoryError(self._full())
+        if self.totals.disk + self.unlisted + sum(self.gone_bytes()) + grow > most:
+            raise self._unfreed(keep, grow)
 
     def fit(self, sides: Sequence[Side | None], declared: Declared) -> None:
         """Refuse what can never be complete under --max-bytes, as far as its shape is declared.
@@ -207,6 +214,10 @@ class Caps:
             "(what is left is pinned, leased, being written or being read)"
         )
 
+    def _unfreed(self, keep: Entry | None, nbytes: int) -> CrowdedError:
+        text = f"OOM --max-bytes {self.max_bytes} is reached, and the files of removed entries are not freed yet"
+        return CrowdedError(None, text, keep, nbytes)
+
     def _crowded(self, entry: Entry) -> OutOfMemoryError:
         if time.monotonic() >= entry.strained:
             return CrowdedError(entry, self._full())
@@ -216,7 +227,7 @@ class Caps:
         def busy(entry: Entry) -> bool:
             if entry is keep or entry.writers or entry.waiting:
                 return True
-            return entry.ref is not None and entry.ref.refs > 1
+            return (entry.ref is not None and entry.ref.refs > 1) or self.is_lent(entry)
 
         entry = self.order.first(busy)
         if entry is None:
@@ -243,10 +254,8 @@ class Caps:
     def settle(self) -> None:
         """After a record that had to be written: whoever was used longest ago goes for it, as long as that helps."""
         most = self.max_bytes
-        while (before := self.totals.disk + self.unlisted + self.held_bytes()) > most:
+        while self.totals.disk + self.unlisted + self.gone_bytes()[0] > most:
             if not self._evict(None, f"--max-bytes {most}"):
-                break
-            if self.totals.disk + self.unlisted + self.held_bytes() >= before:  # somebody still holds its file
                 break
 
     def enforce(self) -> None:
@@ -256,7 +265,7 @@ class Caps:
             if not self._evict(None, f"--max-sessions {sessions}"):
                 log.warning("more than --max-sessions %d are pinned: they stay, and others are refused", sessions)
                 break
-        while self.totals.disk + self.held_bytes() > most:
+        while self.totals.disk + self.gone_bytes()[0] > most:
             if not self._evict(None, f"--max-bytes {most}"):
                 log.warning("more than --max-bytes %d are pinned: they stay, and what needs room is refused", most)
                 break

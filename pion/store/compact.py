@@ -32,7 +32,8 @@ QUIET_GROWN: Final = 16  # the same for an entry that is read, or that nobody wr
 DEAD_FROM: Final = 1 * limits.MIB  # dead bytes in a small file are not worth a rewrite
 _ROUNDS: Final = 4
 PATIENCE: Final = 10.0  # seconds a writer waits for bodies of others before it is refused
-_LOOK: Final = 0.02  # seconds between two tries to find room for a copy
+_LOOK: Final = 0.02  # seconds between two tries to find room for a copy, and the most between two looks
+_SOON: Final = 0.0005  # at what is freed
 STRAINED: Final = 1.0  # seconds until a compaction for want of room is tried again after one that gained nothing
 _FAILURES: Final = (OSError, CommandError, vstore.DamageError)
 
@@ -68,8 +69,9 @@ def compact(store: Store, entry: Entry, *, patient: bool = False, forced: bool =
 
 
 def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> None:
-    """Compact an entry because its dead bytes leave no room for a write. Blocking; called without the lock. Whoever
-    comes while it is done for another writer waits for that.
+    """Make the room that a write needs: compact the entry whose dead bytes take it, or wait until removed files are
+    freed. Blocking; called without the lock. Whoever comes while an entry is compacted for another writer waits for
+    that.
 
     Args:
         crowded: what the write was answered.
@@ -77,6 +79,9 @@ def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> 
             into other entries, which could go for the copy if they were not being written.
     """
     entry = crowded.entry
+    if entry is None:
+        freed(store, crowded.nbytes, patience)
+        return
     with store.lock:
         if entry.awaited:
             store.settled.wait_for(lambda: not entry.awaited, 2 * patience)
@@ -92,6 +97,19 @@ def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> 
         with store.lock:
             entry.awaited = False
             store.settled.notify_all()
+
+
+def freed(store: Store, nbytes: int, patience: float = PATIENCE) -> None:
+    """Wait until this many bytes fit beside the removed files whose blocks are being freed, or until all of those
+    are. Blocking; called without the lock."""
+    end, pause = time.monotonic() + patience, _SOON
+    while time.monotonic() < end:
+        with store.lock:
+            held, freeing = store.gone_bytes()
+            if not freeing or store.totals.disk + store.unlisted + held + freeing + nbytes <= store.max_bytes:
+                return
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK)
 
 
 def _relieved(store: Store, entry: Entry, seen: int, end: float) -> bool:
@@ -118,23 +136,16 @@ def _relieved(store: Store, entry: Entry, seen: int, end: float) -> bool:
 
 def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:
     loader.precheck(store, entry)
-    with store.lock:
-        if patient:
-            store.settled.wait_for(lambda: not entry.compacting)
-        if entry.gone or entry.rows is None or entry.writers or entry.compacting:
-            return False
-        need = copy_size(entry)
-        full = store.totals.disk + store.held_bytes() + need > store.max_bytes
-        if full and not forced and need > store.max_bytes // 8:
-            return False  # others would have to go for it
+    try:
+        job, need = _begin(store, entry, patient, forced)
+    except CrowdedError as crowded:
+        freed(store, crowded.nbytes, STRAINED)
         try:
-            store.make_room(need, entry)
-        except CommandError:
+            job, need = _begin(store, entry, patient, forced)
+        except CrowdedError:
             return False
-        loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
-        job = _Job(store, entry)
-        entry.compacting = True
-        store.totals.disk += need  # both files are on the disk for a while
+    if job is None:
+        return False
     try:
         return job.run()
     finally:
@@ -144,6 +155,34 @@ def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:
             store.settled.notify_all()
             store.totals.disk -= need + entry.doubled
             entry.doubled = 0
+
+
+def _begin(store: Store, entry: Entry, patient: bool, forced: bool) -> tuple[_Job | None, int]:
+    """Take the room for a copy and begin it; None: it cannot be made now.
+
+    Raises:
+        CrowdedError: removed files take the room and are being freed.
+    """
+    with store.lock:
+        if patient:
+            store.settled.wait_for(lambda: not entry.compacting)
+        if entry.gone or entry.rows is None or entry.writers or entry.compacting:
+            return None, 0
+        need = copy_size(entry)
+        full = store.totals.disk + store.gone_bytes()[0] + need > store.max_bytes
+        if full and not forced and need > store.max_bytes // 8:
+            return None, 0  # others would have to go for it
+        try:
+            store.make_room(need, entry)
+        except CrowdedError:
+            raise
+        except CommandError:
+            return None, 0
+        loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
+        job = _Job(store, entry)
+        entry.compacting = True
+        store.totals.disk += need  # both files are on the disk for a while
+        return job, need
 
 
 class _Job:
@@ -163,6 +202,7 @@ class _Job:
         self.rows = self.fresh.rows = vstore.Rows()
         fd, self.temporary = store.files.scratch(entry.path, self.fresh.generation)
         self.target = FdRef(fd)
+        self.swapped = False
         self.at = self.base = 0
         self.durable = (0, 0)  # what is on the medium: up to here of the old file, standing up to there in the new one
 
@@ -201,8 +241,12 @@ class _Job:
 
     def close(self) -> None:
         """Remove the new file unless it was swapped in."""
-        if self.temporary:
-            self.store.files.remove(self.temporary)
+        if not self.swapped:
+            if self.temporary:
+                self.store.files.remove(self.temporary)
+            with self.store.lock:
+                self.store.release(self.target, self.at, self.fresh.generation)
+        del self.source, self.target  # else whoever keeps the error of a compaction that failed would keep the files
 
     def _possible(self) -> bool:
         entry = self.entry
@@ -245,7 +289,7 @@ class _Job:
         store, entry, fresh = self.store, self.entry, self.fresh
         store.mark_dirty(entry)
         store.files.adopt(self.temporary, entry.path, entry.generation)
-        self.temporary = ""
+        self.swapped = True
         for payload in [*fresh.states.values(), *([fresh.blocks] if fresh.blocks else [])]:
             payload.checked = True
         old, nbytes, generation = entry.ref, entry.disk, entry.generation

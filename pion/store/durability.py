@@ -252,7 +252,7 @@ class Upkeep:
     def _upkeep(self) -> None:
         store = self.store
         with store.lock:
-            store.held_bytes()
+            store.gone_bytes()
             store.expire(store.now_ms())
             store.watch()
             if store.index is not None and store.used:  # before what may take long: a kill forgets untold uses

@@ -303,7 +303,7 @@ class Engine(SessionMethods, PrefixMethods):
                     keep.waiting -= 1
 
     def relieve(self, crowded: CrowdedError) -> None:
-        """Make the room that a write needs, by a compaction. Blocking."""
+        """Make the room that a write needs, by a compaction, or wait for it. Blocking."""
         compact.relieve(self._store, crowded)
 
     def _roomy(self, write: Callable[..., T], *args: Any) -> T:
@@ -315,7 +315,7 @@ class Engine(SessionMethods, PrefixMethods):
             except CrowdedError as error:
                 if self.deferred_room or time.monotonic() > end:
                     raise
-                crowded = error
+                crowded = error.with_traceback(None)  # else it would hold the frames that hold it
             with self.waiting(crowded):
                 compact.relieve(self._store, crowded)
         return write(*args)
@@ -392,7 +392,7 @@ class Engine(SessionMethods, PrefixMethods):
                 "sdpa_cold": 0,
                 "sdpa_demotions": 0,
                 "sdpa_rehydrates": 0,
-                "vstore_file_bytes": totals.disk + store.held_bytes(),
+                "vstore_file_bytes": totals.disk + sum(store.gone_bytes()),
                 "vstore_max_bytes": store.max_bytes,
                 "vstore_entries": len(store.entries),
                 "vstore_quarantined": store.quarantined,

@@ -26,6 +26,7 @@ class SessionMethods:
     """Mixed into `Engine`."""
 
     ledger: Ledger
+    deferred_room: bool
     _policy: str
     _store: Store
     _sessions: Sessions
@@ -117,8 +118,16 @@ class SessionMethods:
 
     def v_store_finish(self, sink: Write, fmt: str, digest: str | None = None) -> None:
         """Publish the rows of a sink that has everything; `digest` as in `v_store`."""
-        self._sessions.finish_store(sink, fmt, digest)
+        self._finish(sink, self._sessions.finish_store, fmt, digest)
         self._acknowledge()
+
+    def _finish(self, sink: Write, finish: Callable[..., None], *args: Any) -> None:
+        try:
+            self._roomy(finish, sink, *args)
+        except CrowdedError:
+            if not self.deferred_room:  # else it is tried again
+                writes.abandon(self._store, sink)
+            raise
 
     def v_store_abort(self, sink: Write) -> None:
         """Forget a sink."""
@@ -219,7 +228,7 @@ class SessionMethods:
 
     def ssm_store_finish(self, sink: Write, digest: str | None = None) -> None:
         """Publish a state that has arrived; `digest` as in `v_store`."""
-        self._states.finish(sink, digest)
+        self._finish(sink, self._states.finish, digest)
         self._acknowledge()
 
     def ssm_fetch(self, sid: bytes, layer: int) -> Extents | None:

@@ -34,15 +34,21 @@ class DamagedError(CommandError):
 
 
 class CrowdedError(OutOfMemoryError):
-    """A write needs the room that dead bytes of its own entry take: compact it (`compact.relieve`) and write again.
+    """A write needs room that is taken for a while: wait for it (`compact.relieve`) and write again.
 
-    Nothing was changed.
+    Nothing was changed, though others may have been evicted.
+
+    Attributes:
+        entry: its dead bytes take the room; None: removed files do, which are being freed.
+        keep: another entry, which is written to: it must not go while the write waits.
+        nbytes: needed.
     """
 
-    def __init__(self, entry: Entry, text: str, keep: Entry | None = None) -> None:
+    def __init__(self, entry: Entry | None, text: str, keep: Entry | None = None, nbytes: int = 0) -> None:
         super().__init__(text)
         self.entry = entry
-        self.keep = keep  # another one, which is written to: it must not go for the copy
+        self.keep = keep
+        self.nbytes = nbytes
 
 
 @dataclass(slots=True)

@@ -36,6 +36,8 @@ class Files(Protocol):
     """Creates, opens and removes entry files."""
 
     keeps: bool  # files survive this process
+    leaving: dict[int, stream.Room]  # of removed files, by generation, until the store asks
+    left_behind: list[tuple[int, stream.Room]]  # bytes of files that the last process was removing
     aside: list[str]  # what was moved or copied into the quarantine
 
     @property
@@ -66,6 +68,8 @@ class DiskFiles:
         self.root = root
         self._stale = {"", "kv", f"kv/{layout.TENANT}"}  # directories whose entries changed since the last sync
         self._made: set[str] = set()
+        self.leaving: dict[int, stream.Room] = {}
+        self.left_behind: list[tuple[int, stream.Room]] = []  # bytes of files that the last process was removing
         self.aside: list[str] = []  # what this process moved or copied into the quarantine
         if root.exists() and not root.is_dir():
             raise StartupError(f"data directory {root}: there is a file of that name")
@@ -148,7 +152,10 @@ class DiskFiles:
 
     def _empty_trash(self) -> None:
         for item in os.scandir(self.root / TRASH):
-            stream.unlink_later(item.path)
+            room = stream.Room()
+            with contextlib.suppress(OSError):
+                self.left_behind.append((item.stat(follow_symlinks=False).st_blocks * 512, room))
+            stream.unlink_later(item.path, room)
 
     def _directory(self, path: str) -> str:
         parent = path.rpartition("/")[0]
@@ -241,7 +248,11 @@ class DiskFiles:
         except FileNotFoundError:
             return
         self._stale.add(path.rpartition("/")[0])
-        stream.unlink_later(self.root / trash)
+        self._leave(trash, generation)
+
+    def _leave(self, trash: str, generation: int) -> None:
+        room = self.leaving[generation] = stream.Room()
+        stream.unlink_later(self.root / trash, room)
 
     def scratch(self, path: str, generation: int) -> tuple[int, str]:
         """An empty file beside `path` for `adopt`, and its name, which no other generation has: what has this path now
@@ -265,7 +276,7 @@ class DiskFiles:
             os.link(path, trash, src_dir_fd=self._dir, dst_dir_fd=self._dir)
         os.rename(temporary, path, src_dir_fd=self._dir, dst_dir_fd=self._dir)
         self._stale.add(path.rpartition("/")[0])
-        stream.unlink_later(self.root / trash)
+        self._leave(trash, generation)
 
     def quarantine(self, path: str, generation: int) -> str:
         """Move a file aside, never over another one; returns its new path."""
@@ -342,6 +353,8 @@ class MemoryFiles:
 
     def __init__(self) -> None:
         self.aside: list[str] = []
+        self.leaving: dict[int, stream.Room] = {}
+        self.left_behind: list[tuple[int, stream.Room]] = []
 
     @property
     def directory(self) -> int | None:

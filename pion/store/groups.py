@@ -17,7 +17,7 @@ from pion._core.vstore import GROUP
 from pion.errors import CommandError
 from pion.store import layout, loader, reading, writes
 from pion.store.copying import read_exactly
-from pion.store.entries import Entry, SessionNotFoundError
+from pion.store.entries import CrowdedError, Entry, SessionNotFoundError
 from pion.store.reading import theta_of
 from pion.store.writes import Write
 
@@ -156,11 +156,10 @@ def append_rows(
     _append(place, _parts(place, start, _words(source, blob, dim, fmt, start, theta_of(entry, fmt))))
 
 
-def _append(place: _Place, parts: list[_Part], *, own: bool = True, room: bool = True) -> None:
+def _append(place: _Place, parts: list[_Part], *, room: bool = True) -> None:
     """Write records behind the last one, then take their rows in: all or none.
 
     Args:
-        own: the caller can do it again after a compaction, see `Store.make_room`.
         room: whether the caps are asked; not where the caller has.
     """
     store, entry, side, layer, dim, fmt = place
@@ -168,7 +167,7 @@ def _append(place: _Place, parts: list[_Part], *, own: bool = True, room: bool =
     assert rows is not None
     assert about is not None
     if room:
-        store.make_room(sum(writes.record_size(len(part.payload)) for part in parts), entry, own=own)
+        store.make_room(sum(writes.record_size(len(part.payload)) for part in parts), entry, own=True)
     store.mark_dirty(entry)
     at = entry.size
     placed = []
@@ -224,16 +223,20 @@ def publish(store: Store, sink: Write, word: str) -> None:
     ends are stored like few rows. Blocking: called in a thread, without the lock.
 
     Raises:
+        CrowdedError: it can be published after a wait for room.
         CommandError: a write failed, a value does not fit, the entry was dropped or described anew meanwhile.
     """
     try:
         writes.check_arrived(sink, _COMMAND)
-        edges, middle, crc = _encode(sink, writes.SOURCES[word])
+        if sink.converted is None:
+            sink.converted = _encode(sink, writes.SOURCES[word])
         with store.lock:
-            _publish(store, sink, edges, middle, crc)
+            _publish(store, sink, *sink.converted)
     except OSError as error:
         writes.abandon(store, sink)
         raise writes.storage_error(_COMMAND, error) from error
+    except CrowdedError:
+        raise
     except CommandError:
         writes.abandon(store, sink)
         raise
@@ -267,15 +270,16 @@ def _publish(store: Store, sink: Write, edges: list[tuple[int, memoryview]], mid
     entry = sink.entry
     if entry.gone or entry.rows is None:
         raise SessionNotFoundError("ERR session not found (dropped while the body arrived)")
-    store.make_room(sum(len(words) + GROUP * 4 * sink.dim + 128 for _, words in edges), entry)
     place = _Place(store, entry, sink.side, sink.layer, sink.dim, sink.fmt)
     writes.check_form(sink)
     parts = [_parts(place, start, words) for start, words in edges]  # refused before anything is seen
+    loose = sum(writes.record_size(len(part.payload)) for some in parts for part in some)
+    store.make_room(loose + writes.move_size(sink), entry, again=True)
     if middle:
         sink.start, sink.count = middle.start, len(middle)
         sink.payload_len = len(middle) * vstore.row_bytes(sink.fmt, sink.dim)
-        writes.publish_region(store, sink, crc, _COMMAND)
+        writes.publish_region(store, sink, crc, _COMMAND, room=False)
     else:
         writes.abandon(store, sink)
     for some in parts:
-        _append(place, some, own=False)
+        _append(place, some, room=False)

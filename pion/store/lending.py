@@ -1,4 +1,8 @@
-"""Files that clients of the same machine may have mapped, and removed files that somebody still holds."""
+"""Files that clients of the same machine may have mapped, and removed files whose blocks are not free yet.
+
+A removed file is held as long as somebody reads it. After that its blocks are freed in the background, which takes a
+millisecond for each MiB or so.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,20 @@ import signal
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pion import limits
+from pion._core.stream import FdRef, Room
 from pion.store.caps import descriptor_cap
-
-if TYPE_CHECKING:
-    from pion._core.stream import FdRef
 
 __all__ = ["Lending", "others_hold"]
 
 
 @dataclass(slots=True)
 class _Removed:
-    file: FdRef
+    file: FdRef | None  # while somebody holds it
     nbytes: int
     lent: bool  # somebody outside this process may have it
+    room: Room
 
 
 class Lending:
@@ -40,26 +42,47 @@ class Lending:
         while len(self._lent) > min(limits.LANE_LENT, descriptor_cap() // 2):
             self._lent.popitem(last=False)
 
-    def removed(self, ref: FdRef | None, nbytes: int, generation: int) -> None:
-        """A file has lost its name."""
+    def removed(self, ref: FdRef | None, nbytes: int, generation: int, room: Room) -> None:
+        """A file has lost its name; `room` is its unlink's."""
         lent = self._lent.pop(generation, None)
+        for file in (ref, lent):
+            if file is not None:
+                file.occupy(room)
         if lent is not None and others_hold(lent.fileno()):
-            self._removed.append(_Removed(lent, nbytes, True))
-        elif ref is not None and ref.refs > 1:
-            self._removed.append(_Removed(ref, nbytes, False))
+            self._removed.append(_Removed(lent, nbytes, True, room))
+        else:
+            held = ref is not None and ref.refs > 1
+            self._removed.append(_Removed(ref if held else None, nbytes, False, room))
+
+    def holds(self, generation: int) -> bool:
+        """Whether somebody outside this process has this file."""
+        lent = self._lent.get(generation)
+        return lent is not None and others_hold(lent.fileno())
 
     def look(self) -> None:
         """Ask the kernel which of the lent files are still held. Once a second."""
         for generation in [one for one, ref in self._lent.items() if not others_hold(ref.fileno())]:
             del self._lent[generation]
         for item in self._removed:
-            item.lent = item.lent and others_hold(item.file.fileno())
+            item.lent = item.lent and item.file is not None and others_hold(item.file.fileno())
 
-    def held_bytes(self) -> int:
-        """Bytes of removed files that are still held, as of the last look."""
-        if self._removed:
-            self._removed = [item for item in self._removed if item.lent or item.file.refs > 1]
-        return sum(item.nbytes for item in self._removed)
+    def gone_bytes(self) -> tuple[int, int]:
+        """Bytes of removed files: (still held, as of the last look; being freed)."""
+        if not self._removed:
+            return 0, 0
+        left, held, freeing = [], 0, 0
+        for item in self._removed:
+            if item.file is not None and not item.lent and item.file.refs < 2:
+                item.file = None  # closes it
+            if item.file is not None:
+                held += item.nbytes
+            elif item.room.taken:
+                freeing += item.nbytes
+            else:
+                continue
+            left.append(item)
+        self._removed = left
+        return held, freeing
 
 
 def others_hold(fd: int) -> bool:

@@ -71,7 +71,7 @@ def bring_up(store: Store, files: DiskFiles, idx: index.Index, max_sessions: int
     with _no_collection():
         store.load_index(known.entries)
     for key, generation in known.dropped.items():
-        _bury(files, key, generation)
+        _bury(store, files, key, generation)
     for key in known.making - known.entries.keys():
         found.adopted += _adopt(store, files, layout.entry_path(key), store.flushes) is not None
     if not known.trusted:
@@ -101,7 +101,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _bury(files: DiskFiles, key: bytes, generation: int) -> None:
+def _bury(store: Store, files: DiskFiles, key: bytes, generation: int) -> None:
     """Remove a dropped entry whose file was still there when the process ended."""
     path = layout.entry_path(key)
     try:
@@ -110,12 +110,14 @@ def _bury(files: DiskFiles, key: bytes, generation: int) -> None:
         return
     try:
         header, _ = read_header(fd)
+        size = os.fstat(fd).st_size
     except (framing.FramingError, OSError):
         return
     finally:
         os.close(fd)
     if header.generation == generation:
         files.discard(path, generation)
+        store.release(None, size, generation)
 
 
 def _fits(files: DiskFiles, found: Found, max_sessions: int, max_bytes: int | None) -> bool:
@@ -216,6 +218,7 @@ def _adopt(store: Store, files: DiskFiles, path: str, flushes: int, used: int = 
             return store.entries[key]
         if store.flushes != flushes:
             files.discard(path, header.generation)
+            store.release(None, size, header.generation)
             return None
         entry = Entry(key, header.generation)
         entry.size = size

@@ -105,6 +105,8 @@ class Store(Caps):
         self.fragmented: Fragmented | None = None
         self.unlisted = 0  # bytes of files the listing has not come to yet
         self._lending = Lending()
+        for nbytes, room in files.left_behind:
+            self._lending.removed(None, nbytes, 0, room)
         self._open: OrderedDict[Entry, None] = OrderedDict()
         self._free_slots: list[int] = []
         self._next_slot = 0
@@ -185,13 +187,16 @@ class Store(Caps):
         stream.drain(2.0)  # they are closed in the background
 
     def opened(self, entry: Entry) -> None:
-        """Count an open file; the ones opened longest ago are closed when there are too many."""
+        """Count an open file; the ones opened longest ago are closed when there are too many, unless they are read."""
         self._open[entry] = None
         if not self.files.keeps:
             return
-        while len(self._open) > descriptor_cap():
+        for _ in range(len(self._open) - descriptor_cap()):
             oldest, _ = self._open.popitem(last=False)
-            oldest.ref = None
+            if oldest.ref is not None and oldest.ref.refs > 1:
+                self._open[oldest] = None
+            else:
+                oldest.ref = None
 
     def slot(self, entry: Entry, side: int) -> int:
         """The session number of a side: the smallest that is free."""
@@ -257,6 +262,7 @@ class Store(Caps):
             except OSError as error:
                 if over is None:
                     self.files.discard(entry.path, entry.generation)
+                    self.release(entry.ref, entry.disk, entry.generation)
                     raise StorageError(f"ERR the index could not be written: {error.strerror}") from error
                 log.warning("entry %r: its file was replaced, the index still has the old figures", entry.name)
         self.insert(entry)
@@ -385,16 +391,21 @@ class Store(Caps):
             self.ends.popitem(last=False)
 
     def release(self, ref: FdRef | None, nbytes: int, generation: int) -> None:
-        """Let go of a removed file; while a reply, a sink or a client that maps it holds it, its blocks count."""
-        self._lending.removed(ref, nbytes, generation)
+        """Let go of a removed file; its blocks count until they are free."""
+        room = self.files.leaving.pop(generation, None)
+        self._lending.removed(ref, nbytes, generation, stream.Room() if room is None else room)
 
     def lend(self, generation: int, ref: FdRef) -> None:
         """A client got a descriptor of this file."""
         self._lending.lend(generation, ref)
 
-    def held_bytes(self) -> int:
-        """Bytes of removed files that readers and other processes still hold."""
-        return self._lending.held_bytes()
+    def is_lent(self, entry: Entry) -> bool:
+        """A client of this machine has the entry's file open or mapped: its blocks would not be freed."""
+        return self._lending.holds(entry.generation)
+
+    def gone_bytes(self) -> tuple[int, int]:
+        """Bytes of removed files: (those that readers and other processes still hold; those being freed)."""
+        return self._lending.gone_bytes()
 
     def lose(self, entry: Entry, why: str) -> None:
         """Take a damaged entry out of service: its file is moved aside, never deleted, never served."""

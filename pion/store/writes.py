@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pion import limits
 from pion._core import framing, vstore
@@ -208,6 +208,7 @@ class Write(Sink):
         dim, fmt: values per row and stored format.
         theta: of the keys' rotary embedding, 0 = none.
         overtaken: something of the same layer was stored, behind the region, while the body arrived.
+        converted: what converting it in the file gave, once that is done.
         ended: published or abandoned.
     """
 
@@ -228,6 +229,7 @@ class Write(Sink):
     fmt: int
     theta: float
     overtaken: bool
+    converted: Any
     ended: bool
 
 
@@ -278,7 +280,7 @@ def open_write(
     sink.align, sink.file, sink.source, sink.ended = align, ref, source, False
     sink.dim, sink.fmt, sink.theta = dim, fmt, theta_of(entry, fmt)
     sink.on_abort = lambda _: abandon(store, sink)
-    sink.overtaken = False
+    sink.overtaken, sink.converted = False, None
     entry.writers += 1
     entry.open += (sink,)
     return sink
@@ -319,17 +321,22 @@ def publish(store: Store, sink: Write, fmt: str = "") -> Payload | None:
     """Make a body that has arrived visible; a state's place is returned, rows are in the map.
 
     Raises:
+        CrowdedError: it can be published after a wait for room.
         CommandError: the body cannot be kept (a write failed, a value does not fit, the entry was dropped meanwhile).
     """
     command = "V.STOREBATCH" if sink.kind == layout.STORE else "SSM.PREFIX.STORE"
     try:
         check_arrived(sink, command)
-        crc = _convert(sink, fmt, command) if heavy(sink, fmt) else sink.crc
+        if heavy(sink, fmt) and sink.converted is None:
+            sink.converted = _convert(sink, fmt, command)
         with store.lock:
+            crc = sink.crc if sink.converted is None else sink.converted
             return publish_region(store, sink, crc, command)
     except OSError as error:
         abandon(store, sink)
         raise storage_error(command, error) from error
+    except CrowdedError:
+        raise
     except CommandError:
         abandon(store, sink)
         raise
@@ -378,14 +385,20 @@ def check_form(sink: Write) -> None:
         raise CommandError("ERR V.STOREBATCH failed: the prefix was described anew while the body arrived")
 
 
-def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload | None:
-    """Turn the region of a body into a record, and take it in. The lock is held."""
+def publish_region(store: Store, sink: Write, crc: int, command: str, *, room: bool = True) -> Payload | None:
+    """Turn the region of a body into a record, and take it in. The lock is held.
+
+    Args:
+        room: whether the caps are asked for `move_size`; not where the caller has.
+    """
     entry = sink.entry
     if entry.gone or entry.rows is None:
         raise SessionNotFoundError("ERR session not found (dropped while the body arrived)")
     check_form(sink)
     fd = sink.file.fileno()
     if sink.overtaken:
+        if room:
+            store.make_room(move_size(sink), entry, again=True)
         _move_behind(store, sink)
     used = sink.payload_at - sink.at + framing.align_up(sink.payload_len)
     head = framing.pack_header(
@@ -419,13 +432,19 @@ def publish_region(store: Store, sink: Write, crc: int, command: str) -> Payload
     return None
 
 
+def move_size(sink: Write) -> int:
+    """Bytes that a body takes when it has to be moved behind what has overtaken it; 0: it need not."""
+    if not sink.overtaken:
+        return 0
+    at = sink.entry.size
+    return framing.align_up(at + framing.HEADER_SIZE, sink.align) - at + framing.align_up(sink.payload_len)
+
+
 def _move_behind(store: Store, sink: Write) -> None:
     """Copy a body that has arrived to the end of the file. The lock is held."""
-    entry, fd = sink.entry, sink.file.fileno()
+    entry, fd, total = sink.entry, sink.file.fileno(), move_size(sink)
     at = entry.size
     payload_at = framing.align_up(at + framing.HEADER_SIZE, sink.align)
-    total = payload_at - at + framing.align_up(sink.payload_len)
-    store.make_room(total, entry)
     resize(store, entry, at + total)
     lost, sink.at, sink.reserved = sink.reserved, at, total
     move_within(fd, sink.payload_at, sink.payload_len, payload_at)

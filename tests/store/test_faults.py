@@ -258,6 +258,7 @@ def test_a_file_that_is_not_the_entry_is_a_miss(engine: Engine, tmp_path: Path, 
 def test_b12_the_index_is_rebuilt_from_the_entries(engine: Engine, tmp_path: Path, what: str) -> None:
     blobs = {b"p%d" % i: fill(engine, b"p%d" % i, rows=i + 1, digest="ab") for i in range(20)}
     engine.drop(b"p3")
+    assert stream.drain(10)
     before = engine.info()
     path = crash(engine.root, tmp_path / "crashed")
     index = path / "pion.index"

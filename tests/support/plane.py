@@ -48,6 +48,7 @@ class Commands:
         self.recording = True
         self.calls: list[list[Any]] = []
         self.later: list[Conn] = []
+        self.unplaced: list[tuple[Conn, int]] = []
         self.aborted: list[Sink] = []
         self.closed: list[Conn] = []
 
@@ -60,8 +61,15 @@ class Commands:
         self.file = FdRef(fd)
         return data
 
-    def open_stream(self, conn: Conn, argv: list[bytes], nbytes: int) -> Sink | None:
+    def open_stream(self, conn: Conn, argv: list[bytes], nbytes: int) -> Any:
         self.calls.append([b"open", *argv, nbytes])
+        if conn.data.get("wait"):
+            self.unplaced.append((conn, nbytes))
+            return PENDING
+        return self.sink(conn, nbytes)
+
+    def sink(self, conn: Conn, nbytes: int) -> Sink | None:
+        """Where the body of a STORE goes."""
         if conn.data.get("memory"):
             return None
         if conn.data.get("refuse"):
