@@ -147,7 +147,7 @@ class Caps:
             )
         while self.totals.disk + self.unlisted + held + grow > most:
             never = fixed + held + grow > most
-            if never or not self._evict(keep, f"--max-bytes {most}"):
+            if never or not self._evict(keep, f"--max-bytes {most}", mapped=False):
                 if possible and keep is not None:
                     raise self._crowded(keep)
                 if not never and self.gone_bytes()[1]:  # who waits for these may be evicted afterwards
@@ -223,11 +223,15 @@ class Caps:
             return CrowdedError(entry, self._full())
         return OutOfMemoryError(self._full() + "; this entry has overwritten rows, but could not be compacted")
 
-    def _evict(self, keep: Entry | None, cap: str) -> bool:
+    def _evict(self, keep: Entry | None, cap: str, *, mapped: bool = True) -> bool:
+        """Drop one entry; one that a client has mapped, whose blocks would not be free, only with `mapped`."""
+
         def busy(entry: Entry) -> bool:
             if entry is keep or entry.writers or entry.waiting:
                 return True
-            return (entry.ref is not None and entry.ref.refs > 1) or self.is_lent(entry)
+            if entry.ref is not None and entry.ref.refs > 1:
+                return True
+            return not mapped and self.is_lent(entry)
 
         entry = self.order.first(busy)
         if entry is None:
@@ -255,7 +259,7 @@ class Caps:
         """After a record that had to be written: whoever was used longest ago goes for it, as long as that helps."""
         most = self.max_bytes
         while self.totals.disk + self.unlisted + self.gone_bytes()[0] > most:
-            if not self._evict(None, f"--max-bytes {most}"):
+            if not self._evict(None, f"--max-bytes {most}", mapped=False):
                 break
 
     def enforce(self) -> None:
@@ -266,7 +270,7 @@ class Caps:
                 log.warning("more than --max-sessions %d are pinned: they stay, and others are refused", sessions)
                 break
         while self.totals.disk + self.gone_bytes()[0] > most:
-            if not self._evict(None, f"--max-bytes {most}"):
+            if not self._evict(None, f"--max-bytes {most}", mapped=False):
                 log.warning("more than --max-bytes %d are pinned: they stay, and what needs room is refused", most)
                 break
 

@@ -30,13 +30,14 @@ from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
 from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports
-from pion.store.files import DiskFiles, Files, MemoryFiles
+from pion.store.files import DiskFiles, Files
 from pion.store.handouts import Handouts
 from pion.store.index import Index
 from pion.store.keeping import Keeping
 from pion.store.keyspace import KeyspaceStore
 from pion.store.ledger import Ledger
 from pion.store.matches import Matches
+from pion.store.memory_files import MemoryFiles
 from pion.store.prefixes import Prefixes, Tables
 from pion.store.sessions import Sessions
 from pion.store.ssm import States

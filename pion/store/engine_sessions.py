@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pion._core.stream import Extents
-from pion.store import writes
+from pion.store import bodies
+from pion.store.bodies import Write
 from pion.store.entries import CrowdedError, Entry
 from pion.store.exports import Exports, Request
 from pion.store.ledger import Ledger
@@ -14,7 +15,6 @@ from pion.store.reading import StoredRows
 from pion.store.sessions import SessionInfo, Sessions
 from pion.store.ssm import States
 from pion.store.store import Store
-from pion.store.writes import Write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -114,7 +114,7 @@ class SessionMethods:
 
     def v_store_heavy(self, sink: Write, fmt: str) -> bool:
         """`v_store_finish` has to convert the body in its file first: call it in a thread."""
-        return writes.heavy(sink, fmt)
+        return bodies.heavy(sink, fmt)
 
     def v_store_finish(self, sink: Write, fmt: str, digest: str | None = None) -> None:
         """Publish the rows of a sink that has everything; `digest` as in `v_store`."""
@@ -126,12 +126,12 @@ class SessionMethods:
             self._roomy(finish, sink, *args)
         except CrowdedError:
             if not self.deferred_room:  # else it is tried again
-                writes.abandon(self._store, sink)
+                bodies.abandon(self._store, sink)
             raise
 
     def v_store_abort(self, sink: Write) -> None:
         """Forget a sink."""
-        writes.abandon(self._store, sink)
+        bodies.abandon(self._store, sink)
 
     def v_must_wait(self, sid: bytes) -> bool:
         """The next fetch would first compare checksums of much data: call `v_prepare` in a thread before it."""

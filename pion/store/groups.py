@@ -15,11 +15,11 @@ from pion import limits
 from pion._core import framing, quant, quantkeys, vstore
 from pion._core.vstore import GROUP
 from pion.errors import CommandError
-from pion.store import layout, loader, reading, writes
+from pion.store import bodies, layout, loader, reading, writes
+from pion.store.bodies import Write
 from pion.store.copying import read_exactly
 from pion.store.entries import CrowdedError, Entry, SessionNotFoundError
 from pion.store.reading import theta_of
-from pion.store.writes import Write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -227,18 +227,18 @@ def publish(store: Store, sink: Write, word: str) -> None:
         CommandError: a write failed, a value does not fit, the entry was dropped or described anew meanwhile.
     """
     try:
-        writes.check_arrived(sink, _COMMAND)
+        bodies.check_arrived(sink, _COMMAND)
         if sink.converted is None:
             sink.converted = _encode(sink, writes.SOURCES[word])
         with store.lock:
             _publish(store, sink, *sink.converted)
     except OSError as error:
-        writes.abandon(store, sink)
+        bodies.abandon(store, sink)
         raise writes.storage_error(_COMMAND, error) from error
     except CrowdedError:
         raise
     except CommandError:
-        writes.abandon(store, sink)
+        bodies.abandon(store, sink)
         raise
 
 
@@ -271,15 +271,15 @@ def _publish(store: Store, sink: Write, edges: list[tuple[int, memoryview]], mid
     if entry.gone or entry.rows is None:
         raise SessionNotFoundError("ERR session not found (dropped while the body arrived)")
     place = _Place(store, entry, sink.side, sink.layer, sink.dim, sink.fmt)
-    writes.check_form(sink)
+    bodies.check_form(sink)
     parts = [_parts(place, start, words) for start, words in edges]  # refused before anything is seen
     loose = sum(writes.record_size(len(part.payload)) for some in parts for part in some)
-    store.make_room(loose + writes.move_size(sink), entry, again=True)
+    store.make_room(loose + bodies.move_size(sink), entry, again=True)
     if middle:
         sink.start, sink.count = middle.start, len(middle)
         sink.payload_len = len(middle) * vstore.row_bytes(sink.fmt, sink.dim)
-        writes.publish_region(store, sink, crc, _COMMAND, room=False)
+        bodies.publish_region(store, sink, crc, _COMMAND, room=False)
     else:
-        writes.abandon(store, sink)
+        bodies.abandon(store, sink)
     for some in parts:
         _append(place, some, room=False)

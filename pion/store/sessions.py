@@ -13,12 +13,12 @@ from pion import limits
 from pion._core import vstore
 from pion._core.stream import Extents
 from pion.errors import CommandError, MismatchError
-from pion.store import groups, layout, loader, reading, writes
+from pion.store import bodies, groups, layout, loader, reading, writes
+from pion.store.bodies import Write
 from pion.store.entries import DamagedError, Entry, SessionNotFoundError
 from pion.store.layout import UNDECLARED, Declared, Side
 from pion.store.reading import StoredRows
 from pion.store.store import Store
-from pion.store.writes import Write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -197,22 +197,22 @@ class Sessions:
             source = -1 if nbytes == 2 * count * about.of(layer)[0] else _FP32
             self._check_place(entry, about, layer, start, count, nbytes, source)
             store.touch(entry)
-            return writes.open_write(
+            return bodies.open_write(
                 store, entry, layout.STORE, nbytes, side=side, layer=layer, start=start, count=count
             )
 
     def finish_store(self, sink: Write, fmt: str, digest: str | None) -> None:
         """The body has arrived, is of this format, and belongs to this digest."""
-        writes.expect(self.store, sink, digest)
+        bodies.expect(self.store, sink, digest)
         about = sink.entry.sides[sink.side]
         width, start = 4 if fmt == "F32" else 2, sink.start
         if about is None or sink.nbytes != sink.count * about.of(sink.layer)[0] * width:
-            writes.abandon(self.store, sink)
+            bodies.abandon(self.store, sink)
             raise CommandError("ERR V.STOREBATCH: blob size does not fit its format")
         if vstore.is_keys(sink.fmt):
             groups.publish(self.store, sink, fmt)
         else:
-            writes.publish(self.store, sink, fmt)
+            bodies.publish(self.store, sink, fmt)
         with self.store.lock:
             self.store.means_anew(sink.entry, start)
         if self.store.fragmented is not None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from pion._core.stream import Extents
 from pion.errors import CommandError
-from pion.store import layout, loader, writes
+from pion.store import bodies, layout, loader, writes
+from pion.store.bodies import Write
 from pion.store.entries import Entry, Payload, SessionNotFoundError
 from pion.store.layout import UNDECLARED
 from pion.store.store import Store
-from pion.store.writes import Write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -65,20 +65,20 @@ class States:
         """Where a large state goes while it arrives."""
         store = self.store
         with store.lock, self._entry(sid) as entry:
-            return writes.open_write(store, entry, layout.STATE, nbytes, side=layout.STATES, layer=layer)
+            return bodies.open_write(store, entry, layout.STATE, nbytes, side=layout.STATES, layer=layer)
 
     def finish(self, sink: Write, digest: str | None) -> None:
         """The state has arrived, and belongs to this digest."""
         with self.store.lock:
             try:
-                writes.expect(self.store, sink, digest)
+                bodies.expect(self.store, sink, digest)
             except CommandError:
                 entry = sink.entry
                 if not (entry.gone or entry.mask or entry.states or entry.writers):  # made for this body
                     self.store.drop(entry, "never stored: a state came for a prefix that is not there")
                     raise SessionNotFoundError from None
                 raise
-            payload = writes.publish(self.store, sink)
+            payload = bodies.publish(self.store, sink)
             assert payload is not None
             self._publish(sink.entry, sink.layer, payload)
 
