@@ -68,6 +68,9 @@ def test_b14_a_store_that_ends_after_its_entry_was_replaced(process: Process, fm
     whole = frame("V.STOREBATCH", "ns_pk", 0, 0, ROWS, bytes(DIM * ROWS * int(source[1:]) // 8), "FMT", source)
     with Raw(process.port) as conn:
         for _ in range(4):
+            deadline = time.monotonic() + 20
+            while conn.fields("KV.PREFIX.INFO")["vstore_file_bytes"] != "0":  # the last one is being freed
+                assert time.monotonic() < deadline
             conn.ok("KV.PREFIX.REGISTER", "ns", DIM, fmt)
             with Raw(process.port) as other:
                 other.send(whole[:1_000_000])
