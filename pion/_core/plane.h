@@ -533,7 +533,8 @@ static inline void conn_event(plane *p, conn *c, int what) {
         conn_end(p, c);
         return;
     }
-    if (what & EV_HUP && c->where == AT_HOME && !(c->interest & EV_IN)) c->hup = 1;
+    /* EV_IN that was not asked for: kqueue's low-water mark is never above what the socket's buffer takes */
+    if (what & (EV_HUP | EV_IN) && c->where == AT_HOME && !(c->interest & EV_IN)) c->hup = 1;
     if (c->where == AT_HOME) plane_touch(p, c);
 }
 

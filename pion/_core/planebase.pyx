@@ -427,7 +427,7 @@ cdef class PlaneBase:
 
     cdef int _placed(self, cconn *c, Conn owner, Sink sink) except -1:
         cdef int rc
-        if c.where != AT_HOME or (c.waiting != WAIT_STREAM and c.waiting != WAIT_PLACE):
+        if c.where != AT_HOME or c.closing != CLOSE_NO or (c.waiting != WAIT_STREAM and c.waiting != WAIT_PLACE):
             if sink is not None and sink.on_abort is not None:
                 sink.on_abort(sink)
             return 0

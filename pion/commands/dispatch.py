@@ -227,8 +227,14 @@ class Dispatcher:
         self, conn: Any, record: table.Command, argv: list[bytes], nbytes: int, crowded: CrowdedError
     ) -> None:
         """Opens the stream once there is room."""
-        assert record.open_stream is not None
-        act = functools.partial(record.open_stream, self.context(conn), argv, nbytes)
+        open_stream, context = record.open_stream, self.context(conn)
+        assert open_stream is not None
+
+        def act() -> Any:
+            if conn.closing:
+                raise CommandError("ERR the connection has ended")
+            return open_stream(context, argv, nbytes)
+
         try:
             sink = await self._with_room(act, crowded)
         except CommandError as error:
@@ -308,24 +314,31 @@ class Dispatcher:
         """Runs a write again once there is room. It has changed nothing so far."""
         try:
             return await self._with_room(functools.partial(record.handler, self.context(conn), argv), crowded)
-        except CommandError:
+        except Exception:
             for arg in argv:
                 if getattr(arg, "on_abort", None) is not None:  # a body that could not be published
                     arg.on_abort(arg)
             raise
 
     async def _with_room(self, act: Callable[[], Any], crowded: CrowdedError) -> Any:
-        end = time.monotonic() + ROOM_PATIENCE
-        for _ in range(ROOM_TRIES):
-            with self.engine.waiting(crowded):
+        """What a write gives once it has room.
+
+        Raises:
+            OutOfMemoryError: it did not get any in time.
+        """
+        end, compactions = time.monotonic() + ROOM_PATIENCE, 0
+        with self.engine.claim() as claim:
+            while True:
+                claim.renew(crowded)
                 await self._relieved(crowded)
-            try:
-                return await settled(act())
-            except CrowdedError as error:
-                crowded = error.with_traceback(None)  # else it would hold the frames that hold it
-            if time.monotonic() > end:
-                break
-        raise OutOfMemoryError(str(crowded))
+                if claim.due(crowded):
+                    try:
+                        return await settled(act())
+                    except CrowdedError as error:
+                        crowded = error.with_traceback(None)  # else it would hold the frames that hold it
+                compactions += crowded.entry is not None
+                if time.monotonic() > end or compactions > ROOM_TRIES:
+                    raise OutOfMemoryError(str(crowded))
 
     async def _relieved(self, crowded: CrowdedError) -> None:
         """One thread for each entry that is compacted, and one for what is being freed, however many writes wait."""

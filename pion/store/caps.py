@@ -29,6 +29,7 @@ from pion.store.order import Order
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pion.store.claims import Claims
     from pion.store.files import Files
     from pion.store.layout import Declared, Side
     from pion.store.store import Totals
@@ -65,6 +66,7 @@ class Caps:
     Attributes:
         max_sessions, max_bytes: the caps.
         unlisted: bytes of files that a listing after the start has not come to yet.
+        claims: writes that wait until removed files are freed.
         searched: until then (monotonic seconds), and until more records than so many have been written, no entry with
             dead bytes is looked for: there was none.
         evicted: entries that went for them.
@@ -78,6 +80,7 @@ class Caps:
     max_sessions: int
     max_bytes: int
     unlisted: int
+    claims: Claims
     searched = (0.0, 0)
     appended: int
     evicted = 0
@@ -105,13 +108,16 @@ class Caps:
                 if not self._evict(keep, "the number of file descriptors"):
                     raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
 
-    def make_room(self, nbytes: int, keep: Entry | None = None, *, own: bool = False, again: bool = False) -> None:
+    def make_room(
+        self, nbytes: int, keep: Entry | None = None, *, own: bool = False, again: bool = False, key: bytes = b""
+    ) -> None:
         """Evict until this many more bytes fit under --max-bytes.
 
         Args:
             keep: an entry that stays.
             own: they are a record of `keep`, which its writer can write again after a compaction.
             again: whoever asks can do it again after a compaction of another entry; implied by `own`.
+            key: of the entry that is made.
 
         Raises:
             OutOfMemoryError: all that is left is being written or read, leased or pinned, or `keep` could not be
@@ -125,10 +131,13 @@ class Caps:
             if own:
                 moving = sum(sink.reserved for sink in keep.open)  # bodies may have to stand behind later ones
                 grow *= 2 if keep.compacting else 1  # the compaction will copy it
+        key = key if keep is None else keep.key
+        ahead, claimed = self.claims.besides(key) if self.claims else (0, 0)
         held, freeing = self.gone_bytes()
-        if total + held + freeing + grow + (disk + grow + moving + BLOCK if own else 0) <= most:
+        if total + held + freeing + claimed + grow + (disk + grow + moving + BLOCK if own else 0) <= most:
+            self.claims.meet(key)
             return
-        used, fixed = total + held, self._fixed(keep)
+        used, fixed = total + held + claimed, self._fixed(keep)
         worth = possible = False
         if own and keep is not None:
             if keep.compacting and used + grow > most:
@@ -145,16 +154,21 @@ class Caps:
                 f"OOM --max-bytes {most} is less than the {disk + blocks(nbytes)} bytes that this entry "
                 "alone would take: nothing was evicted for it"
             )
-        while self.totals.disk + self.unlisted + held + grow > most:
+        while self.totals.disk + self.unlisted + held + claimed + grow > most:
             never = fixed + held + grow > most
             if never or not self._evict(keep, f"--max-bytes {most}", mapped=False):
                 if possible and keep is not None:
                     raise self._crowded(keep)
-                if not never and self.gone_bytes()[1]:  # who waits for these may be evicted afterwards
-                    raise self._unfreed(keep, grow)
+                if not never and (claimed or self.gone_bytes()[1]):  # who waits for these may be evicted afterwards
+                    raise self._unfreed(key, grow)
                 raise self._refusal(keep, held) if own or again else OutOfMemoryError(self._full())
-        if self.totals.disk + self.unlisted + sum(self.gone_bytes()) + grow > most:
-            raise self._unfreed(keep, grow)
+        if not self.fits_now(ahead + grow):
+            raise self._unfreed(key, grow, keep, evicted=True)
+        self.claims.meet(key)
+
+    def fits_now(self, nbytes: int) -> bool:
+        """Whether there is room for this many more bytes beside all that takes some at this moment."""
+        return self.totals.disk + self.unlisted + sum(self.gone_bytes()) + nbytes <= self.max_bytes
 
     def fit(self, sides: Sequence[Side | None], declared: Declared) -> None:
         """Refuse what can never be complete under --max-bytes, as far as its shape is declared.
@@ -214,9 +228,9 @@ class Caps:
             "(what is left is pinned, leased, being written or being read)"
         )
 
-    def _unfreed(self, keep: Entry | None, nbytes: int) -> CrowdedError:
+    def _unfreed(self, key: bytes, nbytes: int, keep: Entry | None = None, *, evicted: bool = False) -> CrowdedError:
         text = f"OOM --max-bytes {self.max_bytes} is reached, and the files of removed entries are not freed yet"
-        return CrowdedError(None, text, keep, nbytes)
+        return CrowdedError(None, text, keep, key=key, nbytes=nbytes, evicted=evicted)
 
     def _crowded(self, entry: Entry) -> OutOfMemoryError:
         if time.monotonic() >= entry.strained:

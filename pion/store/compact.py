@@ -80,7 +80,7 @@ def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> 
     """
     entry = crowded.entry
     if entry is None:
-        freed(store, crowded.nbytes, patience)
+        freed(store)
         return
     with store.lock:
         if entry.awaited:
@@ -99,16 +99,16 @@ def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> 
             store.settled.notify_all()
 
 
-def freed(store: Store, nbytes: int, patience: float = PATIENCE) -> None:
-    """Wait until this many bytes fit beside the removed files whose blocks are being freed, or until all of those
-    are. Blocking; called without the lock."""
+def freed(store: Store, patience: float = 1.0) -> None:
+    """Wait until the room is free for whose turn it is (`claims`), or nothing is being freed. Blocking; called without
+    the lock."""
     end, pause = time.monotonic() + patience, _SOON
     while time.monotonic() < end:
-        with store.lock:
-            held, freeing = store.gone_bytes()
-            if not freeing or store.totals.disk + store.unlisted + held + freeing + nbytes <= store.max_bytes:
-                return
         time.sleep(pause)
+        with store.lock:
+            first = store.claims.first()
+            if not store.gone_bytes()[1] or (first is not None and store.fits_now(first.nbytes)):
+                return
         pause = min(2 * pause, _LOOK)
 
 
@@ -136,14 +136,7 @@ def _relieved(store: Store, entry: Entry, seen: int, end: float) -> bool:
 
 def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:
     loader.precheck(store, entry)
-    try:
-        job, need = _begin(store, entry, patient, forced)
-    except CrowdedError as crowded:
-        freed(store, crowded.nbytes, STRAINED)
-        try:
-            job, need = _begin(store, entry, patient, forced)
-        except CrowdedError:
-            return False
+    job, need = _begin(store, entry, patient, forced)
     if job is None:
         return False
     try:
@@ -158,11 +151,7 @@ def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:
 
 
 def _begin(store: Store, entry: Entry, patient: bool, forced: bool) -> tuple[_Job | None, int]:
-    """Take the room for a copy and begin it; None: it cannot be made now.
-
-    Raises:
-        CrowdedError: removed files take the room and are being freed.
-    """
+    """Take the room for a copy and begin it; None: there is none now."""
     with store.lock:
         if patient:
             store.settled.wait_for(lambda: not entry.compacting)
@@ -174,8 +163,6 @@ def _begin(store: Store, entry: Entry, patient: bool, forced: bool) -> tuple[_Jo
             return None, 0  # others would have to go for it
         try:
             store.make_room(need, entry)
-        except CrowdedError:
-            raise
         except CommandError:
             return None, 0
         loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
@@ -245,7 +232,8 @@ class _Job:
             if self.temporary:
                 self.store.files.remove(self.temporary)
             with self.store.lock:
-                self.store.release(self.target, self.at, self.fresh.generation)
+                written = max(self.at, os.fstat(self.target.fileno()).st_blocks * 512)
+                self.store.release(self.target, written, self.fresh.generation)
         del self.source, self.target  # else whoever keeps the error of a compaction that failed would keep the files
 
     def _possible(self) -> bool:
@@ -303,7 +291,7 @@ class _Job:
 
         store.recounted(entry, change)
         entry.synced = self.durable[1]
+        store.release(old, nbytes, generation)
         if store.index is not None:
             store.index.put(entry.key, entry.figures(clean=False))
         store.opened(entry)
-        store.release(old, nbytes, generation)

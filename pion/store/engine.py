@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -25,6 +25,7 @@ from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, compact, startup
 from pion.store.caps import ROOM_PATIENCE, ROOM_TRIES
+from pion.store.claims import Claim
 from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
 from pion.store.engine_sessions import SessionMethods
@@ -158,7 +159,8 @@ class Engine(SessionMethods, PrefixMethods):
                 store.max_sessions = max_sessions
                 held = max(store.totals.disk, self.found.nbytes)
                 store.unlisted = held - store.totals.disk
-                store.max_bytes = max_bytes or int((files.free_bytes() + held) * limits.DEFAULT_MAX_BYTES_SHARE)
+                left = sum(nbytes for nbytes, _ in files.left_behind)  # as good as free
+                store.max_bytes = max_bytes or int((files.free_bytes() + held + left) * limits.DEFAULT_MAX_BYTES_SHARE)
                 store.enforce()
             except OSError as error:
                 files.close()
@@ -289,37 +291,35 @@ class Engine(SessionMethods, PrefixMethods):
         except OSError as error:
             raise StorageError(f"{text} ({error.strerror})") from error
 
-    @contextmanager
-    def waiting(self, crowded: CrowdedError) -> Iterator[None]:
-        """Around waiting for `relieve`: the entry that is written to does not go for the copy of another one."""
-        keep = crowded.keep
-        if keep is not None:
-            with self._store.lock:
-                keep.waiting += 1
-        try:
-            yield
-        finally:
-            if keep is not None:
-                with self._store.lock:
-                    keep.waiting -= 1
+    def claim(self) -> Claim:
+        """A context for the tries of one write that was answered CrowdedError."""
+        return Claim(self._store)
 
     def relieve(self, crowded: CrowdedError) -> None:
         """Make the room that a write needs, by a compaction, or wait for it. Blocking."""
         compact.relieve(self._store, crowded)
 
     def _roomy(self, write: Callable[..., T], *args: Any) -> T:
-        """Call something that writes, after compactions when dead bytes of its own entry take the room."""
-        end = time.monotonic() + ROOM_PATIENCE
-        for _ in range(ROOM_TRIES):
-            try:
-                return write(*args)
-            except CrowdedError as error:
-                if self.deferred_room or time.monotonic() > end:
-                    raise
-                crowded = error.with_traceback(None)  # else it would hold the frames that hold it
-            with self.waiting(crowded):
+        """Call something that writes, again and again while it has to wait for room."""
+        try:
+            return write(*args)
+        except CrowdedError as error:
+            if self.deferred_room:
+                raise
+            crowded = error.with_traceback(None)  # else it would hold the frames that hold it
+        end, compactions = time.monotonic() + ROOM_PATIENCE, 0
+        with self.claim() as claim:
+            while True:
+                claim.renew(crowded)
                 compact.relieve(self._store, crowded)
-        return write(*args)
+                if claim.due(crowded):
+                    try:
+                        return write(*args)
+                    except CrowdedError as error:
+                        crowded = error.with_traceback(None)
+                compactions += crowded.entry is not None
+                if time.monotonic() > end or compactions > ROOM_TRIES:
+                    raise crowded
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -41,14 +41,25 @@ class CrowdedError(OutOfMemoryError):
     Attributes:
         entry: its dead bytes take the room; None: removed files do, which are being freed.
         keep: another entry, which is written to: it must not go while the write waits.
-        nbytes: needed.
+        key: of the entry that is written to, where removed files take the room.
+        nbytes: needed then.
+        evicted: as much was evicted for it; else there was nothing to evict, or only what waits itself.
     """
 
-    def __init__(self, entry: Entry | None, text: str, keep: Entry | None = None, nbytes: int = 0) -> None:
+    def __init__(
+        self,
+        entry: Entry | None,
+        text: str,
+        keep: Entry | None = None,
+        *,
+        key: bytes = b"",
+        nbytes: int = 0,
+        evicted: bool = False,
+    ) -> None:
         super().__init__(text)
         self.entry = entry
         self.keep = keep
-        self.nbytes = nbytes
+        self.key, self.nbytes, self.evicted = key, nbytes, evicted
 
 
 @dataclass(slots=True)
@@ -79,7 +90,7 @@ class Entry:
         queued, timed: of order.py: it is in the heap of leaves; the end it has in that of ends.
         ref: the open file.
         writers: bodies that are streaming in.
-        waiting: writes that wait for the compaction of another entry.
+        waiting: writes that wait for the compaction of another entry, or for what was evicted for them.
         open: these bodies.
         compacting: a worker is writing the file anew.
         doubled: bytes that came since, charged for its new file as well.

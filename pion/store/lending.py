@@ -10,14 +10,19 @@ import errno
 import fcntl
 import signal
 import sys
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final
 
 from pion import limits
 from pion._core.stream import FdRef, Room
 from pion.store.caps import descriptor_cap
 
 __all__ = ["Lending", "others_hold"]
+
+_FEW: Final = 64  # files being freed that are looked at each time; of more of them
+_LOOK: Final = 2e-6  # seconds pass for each before all are looked at again
 
 
 @dataclass(slots=True)
@@ -33,7 +38,10 @@ class Lending:
 
     def __init__(self) -> None:
         self._lent: OrderedDict[int, FdRef] = OrderedDict()  # by generation
-        self._removed: list[_Removed] = []
+        self._removed: list[_Removed] = []  # and held, as far as is known
+        self._freeing: list[_Removed] = []
+        self._freeing_bytes = 0
+        self._look_again = 0.0
 
     def lend(self, generation: int, ref: FdRef) -> None:
         """A client got a descriptor of this file. Of those lent longest ago it is forgotten when there are too many."""
@@ -54,6 +62,10 @@ class Lending:
             held = ref is not None and ref.refs > 1
             self._removed.append(_Removed(ref if held else None, nbytes, False, room))
 
+    def file(self, generation: int) -> FdRef | None:
+        """The descriptor that was lent."""
+        return self._lent.get(generation)
+
     def holds(self, generation: int) -> bool:
         """Whether somebody outside this process has this file."""
         lent = self._lent.get(generation)
@@ -67,22 +79,30 @@ class Lending:
             item.lent = item.lent and item.file is not None and others_hold(item.file.fileno())
 
     def gone_bytes(self) -> tuple[int, int]:
-        """Bytes of removed files: (still held, as of the last look; being freed)."""
+        """Bytes of removed files: (still held, as of the last look; being freed, as of a moment ago)."""
         if not self._removed:
-            return 0, 0
-        left, held, freeing = [], 0, 0
+            return (0, self._looked_at_freeing()) if self._freeing else (0, 0)
+        left, held = [], 0
         for item in self._removed:
-            if item.file is not None and not item.lent and item.file.refs < 2:
-                item.file = None  # closes it
-            if item.file is not None:
+            if item.lent or (item.file is not None and item.file.refs > 1):
                 held += item.nbytes
-            elif item.room.taken:
-                freeing += item.nbytes
+                left.append(item)
             else:
-                continue
-            left.append(item)
+                item.file = None  # closes it
+                self._freeing.append(item)
+                self._freeing_bytes += item.nbytes
         self._removed = left
-        return held, freeing
+        return held, self._looked_at_freeing()
+
+    def _looked_at_freeing(self) -> int:
+        if len(self._freeing) > _FEW:
+            now = time.monotonic()
+            if now < self._look_again:
+                return self._freeing_bytes
+            self._look_again = now + len(self._freeing) * _LOOK
+        self._freeing = [item for item in self._freeing if item.room.taken]
+        self._freeing_bytes = sum(item.nbytes for item in self._freeing)
+        return self._freeing_bytes
 
 
 def others_hold(fd: int) -> bool:

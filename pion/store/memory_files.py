@@ -56,7 +56,7 @@ class MemoryFiles:
         if sys.platform == "linux":
             fd = os.memfd_create(path.rpartition("/")[2][:64], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(fd, 0o600)
-            return fd, ""
+            return _reopened(fd), ""
         fd, name = tempfile.mkstemp(prefix="pion-")
         os.unlink(name)
         return fd, ""
@@ -78,6 +78,17 @@ class MemoryFiles:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _reopened(fd: int) -> int:
+    """The same file, opened as any other is: of a descriptor as memfd_create gives it the kernel never grants the lease
+    by which `lending` sees who else has it."""
+    try:
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # no /proc
+        return fd
+    os.close(fd)
+    return again
 
 
 def available_memory() -> int:

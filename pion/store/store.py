@@ -22,6 +22,7 @@ from pion._core.stream import FdRef
 from pion.errors import StorageError
 from pion.store import layout, loader
 from pion.store.caps import Caps, descriptor_cap
+from pion.store.claims import Claims
 from pion.store.entries import Entry
 from pion.store.files import Files
 from pion.store.index import Figures, Index
@@ -104,6 +105,7 @@ class Store(Caps):
         self.finder: Callable[[bytes], Entry | None] | None = None  # while the directory is listed: look for one entry
         self.fragmented: Fragmented | None = None
         self.unlisted = 0  # bytes of files the listing has not come to yet
+        self.claims = Claims()
         self._lending = Lending()
         for nbytes, room in files.left_behind:
             self._lending.removed(None, nbytes, 0, room)
@@ -151,7 +153,8 @@ class Store(Caps):
     def ref(self, entry: Entry) -> FdRef:
         """The same, to be held by a reply or a sink."""
         if entry.ref is None:
-            entry.ref = FdRef(self.with_descriptor(lambda: self.files.open(entry.path)))
+            lent = self._lending.file(entry.generation)  # a second one of our own would look like a client's
+            entry.ref = lent or FdRef(self.with_descriptor(lambda: self.files.open(entry.path)))
             self.opened(entry)
         return entry.ref
 
@@ -180,23 +183,24 @@ class Store(Caps):
 
     def spare_descriptors(self) -> None:
         """Close the half of the entry files that were opened longest ago. The lock is held."""
-        for _ in range(len(self._open) // 2 + 1):
-            if self._open:
-                oldest, _ = self._open.popitem(last=False)
-                oldest.ref = None
+        self._close_oldest(len(self._open) // 2 + 1)
         stream.drain(2.0)  # they are closed in the background
+
+    def _close_oldest(self, number: int) -> None:
+        """Those in use are left: their blocks would not be counted once they are removed."""
+        for _ in range(min(number, len(self._open))):
+            oldest, _ = self._open.popitem(last=False)
+            if oldest.compacting or (oldest.ref is not None and oldest.ref.refs > 1):
+                self._open[oldest] = None
+            else:
+                oldest.ref = None
 
     def opened(self, entry: Entry) -> None:
         """Count an open file; the ones opened longest ago are closed when there are too many, unless they are read."""
         self._open[entry] = None
         if not self.files.keeps:
             return
-        for _ in range(len(self._open) - descriptor_cap()):
-            oldest, _ = self._open.popitem(last=False)
-            if oldest.ref is not None and oldest.ref.refs > 1:
-                self._open[oldest] = None
-            else:
-                oldest.ref = None
+        self._close_oldest(len(self._open) - descriptor_cap())
 
     def slot(self, entry: Entry, side: int) -> int:
         """The session number of a side: the smallest that is free."""
@@ -242,7 +246,7 @@ class Store(Caps):
         if blocks is not None:
             record, table = loader.blocks_record(entry, len(data), *blocks)
             data += record
-        self.make_room(len(data), over, again=True)
+        self.make_room(len(data), over, again=True, key=key)
         if over is not None:
             self.mark_dirty(over)  # from here on the file says what there is, this one or the new one
         else:
