@@ -17,7 +17,7 @@ from pion.store import layout
 from pion.store.copying import move_within
 from pion.store.entries import CrowdedError, Entry, Payload, SessionNotFoundError
 from pion.store.reading import theta_of
-from pion.store.writes import F32, SOURCES, cut, grown, overtake, refused, resize, storage_error, undo
+from pion.store.writes import F32, SOURCES, arriving, cut, grown, overtake, refused, resize, storage_error, undo
 
 if TYPE_CHECKING:
     from pion.store.store import Store
@@ -90,7 +90,11 @@ def open_write(
     if entry.awaited:
         raise CrowdedError(entry, f"OOM {command}: the entry is waiting for a compaction")
     loose = 2 * vstore.GROUP * 4 * dim + 256 if about is not None and vstore.is_keys(fmt) else 0  # rows at its edges
-    store.make_room(reserved + loose, entry, own=True)
+    if kind == layout.STATE:
+        over = layer in entry.states
+    else:
+        over = entry.rows is not None and start < entry.rows.tokens(side, layer)
+    store.make_room(reserved + loose, entry, own=True, over=over or arriving(entry, side, layer))
     store.mark_dirty(entry)
     head = framing.pack_header(
         kind=kind, seed=entry.seed, state=framing.PENDING, payload_len=room, layer=layer, side=side, offset=at,

@@ -109,13 +109,21 @@ class Caps:
                     raise CommandError("ERR KV.PREFIX.REGISTER failed (no free V-store slots)")
 
     def make_room(
-        self, nbytes: int, keep: Entry | None = None, *, own: bool = False, again: bool = False, key: bytes = b""
+        self,
+        nbytes: int,
+        keep: Entry | None = None,
+        *,
+        own: bool = False,
+        over: bool = False,
+        again: bool = False,
+        key: bytes = b"",
     ) -> None:
         """Evict until this many more bytes fit under --max-bytes.
 
         Args:
             keep: an entry that stays.
             own: they are a record of `keep`, which its writer can write again after a compaction.
+            over: with `own`: it replaces rows, or may: others of its layer are arriving.
             again: whoever asks can do it again after a compaction of another entry; implied by `own`.
             key: of the entry that is made.
 
@@ -145,8 +153,12 @@ class Caps:
             worth, copy = worth_copying(keep), copy_size(keep)
             possible = worth and fixed + copy <= most
             alone = disk + self.unlisted + moving + copy
-            if worth and alone <= most < alone + 2 * grow:  # afterwards no copy would fit, whoever goes
-                raise self._crowded(keep) if possible else self._refusal(keep, held)
+            if (worth or over) and alone + (2 * grow if worth or keep.open else grow) > most:
+                # Afterwards no copy would fit, whoever goes.
+                if keep.open and time.monotonic() >= keep.strained:
+                    raise CrowdedError(keep, self._full())  # it may when these have ended
+                if alone <= most or keep.open:
+                    raise self._crowded(keep) if possible else self._refusal(keep, held)
             if possible and time.monotonic() >= keep.strained and self._copy_now(keep, grow, used, fixed + moving):
                 raise CrowdedError(keep, self._full())
         if not worth and blocks(nbytes) + disk > most:

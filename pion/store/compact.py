@@ -21,7 +21,7 @@ from pion._core import framing, vstore
 from pion._core.stream import FdRef
 from pion.errors import CommandError
 from pion.store import layout, loader
-from pion.store.caps import copy_size
+from pion.store.caps import copy_size, worth_copying
 from pion.store.entries import CrowdedError, Entry
 from pion.store.store import Store
 
@@ -120,6 +120,8 @@ def _relieved(store: Store, entry: Entry, seen: int, end: float) -> bool:
         )
         if entry.gone or entry.generation != seen or time.monotonic() < entry.strained:
             return True
+        if quiet and not worth_copying(entry):
+            return True  # what it waited for were bodies that were arriving
     try:
         done = quiet and _compact(store, entry, patient=False, forced=True)
     except _FAILURES as error:

@@ -153,13 +153,15 @@ def append_rows(
     assert about is not None
     dim, fmt = about.of(layer)
     place = _Place(store, entry, side, layer, dim, fmt)
-    _append(place, _parts(place, start, _words(source, blob, dim, fmt, start, theta_of(entry, fmt))))
+    over = entry.rows is not None and start < entry.rows.tokens(side, layer)
+    _append(place, _parts(place, start, _words(source, blob, dim, fmt, start, theta_of(entry, fmt))), over=over)
 
 
-def _append(place: _Place, parts: list[_Part], *, room: bool = True) -> None:
+def _append(place: _Place, parts: list[_Part], *, over: bool = False, room: bool = True) -> None:
     """Write records behind the last one, then take their rows in: all or none.
 
     Args:
+        over: they replace rows, beside those that share a group with them.
         room: whether the caps are asked; not where the caller has.
     """
     store, entry, side, layer, dim, fmt = place
@@ -167,7 +169,8 @@ def _append(place: _Place, parts: list[_Part], *, room: bool = True) -> None:
     assert rows is not None
     assert about is not None
     if room:
-        store.make_room(sum(writes.record_size(len(part.payload)) for part in parts), entry, own=True)
+        need = sum(writes.record_size(len(part.payload)) for part in parts)
+        store.make_room(need, entry, own=True, over=over or writes.arriving(entry, side, layer))
     store.mark_dirty(entry)
     at = entry.size
     placed = []

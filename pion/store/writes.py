@@ -75,6 +75,11 @@ def resize(store: Store, entry: Entry, size: int) -> None:
         store.totals.disk += change
 
 
+def arriving(entry: Entry, side: int, layer: int) -> bool:
+    """Whether a body of this layer is."""
+    return any(sink.side == side and sink.layer == layer for sink in entry.open)
+
+
 def overtake(entry: Entry, side: int, layer: int | None, at: int) -> None:
     """Something of this layer (None: of any) takes effect at `at`: bodies that are still arriving in front of it come
     after it in time, and must stand behind it, for a start takes records in the order of the file."""
@@ -96,10 +101,10 @@ def append_rows(
     assert about is not None
     dim, fmt = about.of(layer)
     at, stride = entry.size, vstore.row_bytes(fmt, dim)
-    store.make_room(record_size(stride * count), entry, own=True)
+    before = rows.tokens(side, layer)
+    store.make_room(record_size(stride * count), entry, own=True, over=start < before or arriving(entry, side, layer))
     if not entry.dirty:
         store.mark_dirty(entry)
-    before = rows.tokens(side, layer)
     try:
         total = rows.append(store.fd(entry), at, entry.seed, side, layer, start, count, dim, source, fmt, blob)
     except vstore.BadRowError as error:
@@ -144,7 +149,8 @@ def append_payload(
     at = entry.size
     nbytes = memoryview(payload).nbytes
     if room:
-        store.make_room(record_size(nbytes), entry, own=True)
+        over = kind == layout.STATE and (layer in entry.states or arriving(entry, side, layer))
+        store.make_room(record_size(nbytes), entry, own=True, over=over)
     store.mark_dirty(entry)
     try:
         total = vstore.write_record(

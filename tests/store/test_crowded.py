@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pion.errors import OutOfMemoryError
+from pion.limits import FORMATS
 from pion.store import compact
 from pion.store.engine import Engine
 from pion.store.entries import SessionNotFoundError
@@ -194,3 +195,63 @@ def test_those_who_wait_end_when_the_prefix_is_dropped(tmp_path: Path) -> None:
         assert time.monotonic() - started < compact.PATIENCE / 2
         assert len(refused) == 3
         assert sink is not None
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_b11_bodies_that_arrive_together_leave_the_room_for_the_copy(tmp_path: Path, live: bool) -> None:
+    """They replace each other's rows, so nothing is dead before they end: eight of a tenth of the cap."""
+    blob = words(7, 13 * ROWS // 8, DIM, F16)
+    rows = len(blob) // (2 * DIM)
+    with open_engine(tmp_path) as engine:
+        engine.register(b"busy", DIM, F16)
+        if live:
+            engine.v_store(b"busy_pk", 0, 0, rows, blob, "F16")
+        together = threading.Barrier(8)
+
+        def stream(number: int) -> None:
+            together.wait()
+            sink = engine.v_store_open(b"busy_pk", 0, 0, rows, len(blob))
+            time.sleep(0.2)
+            sink.feed(blob)
+            engine.v_store_finish(sink, "F16")
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(stream, range(8)))
+        for _ in range(20):
+            engine.v_store(b"busy_pk", 0, 0, rows, blob, "F16")
+        assert fetched(engine, b"busy_pk", 0, rows, native=True) == blob
+
+
+@pytest.mark.parametrize("what", ["rows", "keys", "state", "body"])
+def test_b11_what_could_not_be_cleared_away_is_not_replaced(tmp_path: Path, what: str) -> None:
+    """Neither the first time nor later: what is there stays, and the session can still grow."""
+    size = 45 * CAP // 100 // (64 * DIM * 2) * 64 * DIM * 2
+    blob = words(7, size // (2 * DIM), DIM, F16)
+    rows = size // (2 * DIM)
+    with open_engine(tmp_path) as engine:
+        engine.register(b"ns", DIM, FORMATS["turbo4"] if what == "keys" else F16)
+        if what == "keys":  # a quarter of the size each
+            rows *= 3
+            blob *= 3
+
+        def put() -> None:
+            if what == "state":
+                engine.ssm_store(b"ns", 0, blob)
+            elif what == "body":
+                sink = engine.v_store_open(b"ns_pk", 0, 0, rows, len(blob))
+                sink.feed(blob)
+                engine.v_store_finish(sink, "F16")
+            else:
+                engine.v_store(b"ns_pk", 0, 0, rows, blob, "F16")
+
+        put()
+        before = disk(engine, b"ns")
+        for _ in range(3):
+            with pytest.raises(OutOfMemoryError):
+                put()
+        assert disk(engine, b"ns") == before
+        if what == "state":
+            engine.ssm_store(b"ns", 1, BLOB)
+        else:
+            engine.v_store(b"ns_pk", 0, rows, ROWS, BLOB, "F16")
+            engine.v_store(b"ns_pk", 1, 0, ROWS, BLOB, "F16")
