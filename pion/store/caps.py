@@ -27,7 +27,7 @@ from pion.store.entries import BLOCK, CrowdedError, Entry
 from pion.store.order import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pion.store.claims import Claims
     from pion.store.files import Files
@@ -92,6 +92,7 @@ class Caps:
         def means_anew(self, entry: Entry, start: int | None) -> None: ...
         def gone_bytes(self) -> tuple[int, int]: ...
         def is_lent(self, entry: Entry) -> bool: ...
+        def in_use(self) -> Iterable[Entry]: ...
 
     def make_slots(self, sessions: int, keep: Entry | None = None, *, entries: int = 0) -> None:
         """Evict until this many more sessions and entries fit under --max-sessions (an entry may be state alone).
@@ -166,7 +167,10 @@ class Caps:
                 f"OOM --max-bytes {most} is less than the {disk + blocks(nbytes)} bytes that this entry "
                 "alone would take: nothing was evicted for it"
             )
+        evicted = self.evicted
         while self.totals.disk + self.unlisted + held + claimed + grow > most:
+            if self.evicted == evicted + 1:  # one was not enough: before more go, see whether they can be
+                fixed = max(fixed, self.unlisted + self._kept(keep))
             never = fixed + held + grow > most
             if never or not self._evict(keep, f"--max-bytes {most}", mapped=False):
                 if possible and keep is not None:
@@ -200,6 +204,13 @@ class Caps:
         """Bytes that stay whoever is evicted, when `keep` is not: itself, what is pinned, what is not listed yet."""
         pinned = self.order.pinned_bytes() if self.order.pins else 0
         return self.unlisted + pinned + (keep.disk if keep is not None and not keep.pinned else 0)
+
+    def _kept(self, keep: Entry | None) -> int:
+        """Bytes of the entries that do not go now: pinned, `keep`, or written or read at this moment."""
+        pinned = self.order.pinned_bytes() if self.order.pins else 0
+        return pinned + sum(
+            entry.disk for entry in self.in_use() if not entry.pinned and (entry is keep or self._busy(entry))
+        )
 
     def _copy_now(self, entry: Entry, grow: int, used: int, fixed: int) -> bool:
         """Whether an entry is to be compacted before it grows. What it writes may live on: then its copy grows too."""
@@ -251,21 +262,21 @@ class Caps:
 
     def _evict(self, keep: Entry | None, cap: str, *, mapped: bool = True) -> bool:
         """Drop one entry; one that a client has mapped, whose blocks would not be free, only with `mapped`."""
-
-        def busy(entry: Entry) -> bool:
-            if entry is keep or entry.writers or entry.waiting:
-                return True
-            if entry.ref is not None and entry.ref.refs > 1:
-                return True
-            return not mapped and self.is_lent(entry)
-
-        entry = self.order.first(busy)
+        entry = self.order.first(
+            lambda entry: (
+                entry is keep or entry.waiting > 0 or self._busy(entry) or (not mapped and self.is_lent(entry))
+            )
+        )
         if entry is None:
             return False
         what = "a prefix that no other continues, " if entry.parent is not None else ""
         self.drop(entry, f"evicted: {cap} was reached, and this was {what}used longest ago")
         self.evicted += 1
         return True
+
+    @staticmethod
+    def _busy(entry: Entry) -> bool:
+        return bool(entry.writers) or (entry.ref is not None and entry.ref.refs > 1)
 
     def expire(self, now_ms: int) -> None:
         """Drop what has reached the end of its time to live, pinned, leased or not: readers keep what they have."""

@@ -404,8 +404,12 @@ class Store(Caps):
         self._lending.lend(generation, ref)
 
     def is_lent(self, entry: Entry) -> bool:
-        """A client of this machine has the entry's file open or mapped: its blocks would not be freed."""
+        """A client of this machine has the entry's file: its blocks would not be freed."""
         return self._lending.holds(entry.generation)
+
+    def in_use(self) -> Iterable[Entry]:
+        """Entries whose file is open, all that are written or read among them."""
+        return self._open
 
     def gone_bytes(self) -> tuple[int, int]:
         """Bytes of removed files: (those that readers and other processes still hold; those being freed)."""

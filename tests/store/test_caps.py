@@ -390,3 +390,23 @@ def test_a_record_that_makes_its_entry_larger_than_the_cap_evicts_nobody(tmp_pat
         with pytest.raises(OutOfMemoryError, match=refused):  # or in steps, once the others are gone
             for layer in range(80):
                 engine.v_store(b"undeclared_pk", layer, 0, 128, blob[: 128 * 2 * DIM], "F16")
+
+
+@pytest.mark.parametrize("how", ["read", "written"])
+def test_b11_nobody_goes_for_a_write_that_is_refused(tmp_path: Path, how: str) -> None:
+    """What is left without them is read or written, so they would not do."""
+    with Engine(tmp_path / "d", max_bytes=4 << 20, ticker=False) as engine:
+        engine.register(b"large", DIM, F16)
+        blob = words(7, 20_000, DIM, F16)
+        engine.v_store(b"large_pk", 0, 0, 20_000, blob, "F16")
+        for number in range(8):
+            fill(engine, b"small%d" % number, rows=256)
+        if how == "read":
+            using = engine.v_fetch_range(b"large_pk", 0, 0, 20_000, native=True)
+        else:
+            using = engine.v_store_open(b"large_pk", 1, 0, 64, 2 * 64 * DIM)
+        engine.register(b"new", DIM, F16)
+        with pytest.raises(OutOfMemoryError):
+            engine.v_store(b"new_pk", 0, 0, 14_000, blob[: 14_000 * 2 * DIM], "F16")
+        assert engine.info()["vstore_evicted"] <= 1
+        del using
