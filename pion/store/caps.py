@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from pion import limits
+from pion._core import stream
 from pion.errors import CommandError, OutOfMemoryError, StorageError
 from pion.store.entries import BLOCK, CrowdedError, Entry
 from pion.store.order import Order
@@ -39,6 +40,7 @@ log = logging.getLogger("pion.store")
 ROOM_TRIES: Final = 64  # compactions a write waits for,
 ROOM_PATIENCE: Final = 20.0  # and seconds after which it waits for no other one
 _SEARCH_EVERY: Final = 0.1
+_SETTLE: Final = 0.5  # seconds that a record which had to be written waits at most until it stands below the cap
 _SPARE_SHARE: Final = 32  # dead bytes of an entry are worth a copy from this part of what lives in it
 
 
@@ -298,6 +300,8 @@ class Caps:
         while self.totals.disk + self.unlisted + self.gone_bytes()[0] > most:
             if not self._evict(None, f"--max-bytes {most}", mapped=False):
                 break
+        if not self.fits_now(0):  # such records seldom come, but a command may write many
+            stream.drain(_SETTLE)
 
     def enforce(self) -> None:
         """Bring what was found on disk under the caps. What is pinned stays; what needs room is then refused."""

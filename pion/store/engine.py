@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pion import limits
+from pion._core import stream
 from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, compact, startup
@@ -51,6 +52,7 @@ T = TypeVar("T")
 
 POLICIES: Final = ("always", "everysec", "no")
 MEMORY_SHARE: Final = 0.5  # of the free memory, the default cap with memory_only
+_START_PATIENCE: Final = 1.0  # seconds that a start waits at most until the blocks of what it evicted are free
 
 
 class _Closed:
@@ -162,6 +164,8 @@ class Engine(SessionMethods, PrefixMethods):
                 left = sum(nbytes for nbytes, _ in files.left_behind)  # as good as free
                 store.max_bytes = max_bytes or int((files.free_bytes() + held + left) * limits.DEFAULT_MAX_BYTES_SHARE)
                 store.enforce()
+                if not store.fits_now(0):  # what went is being freed
+                    stream.drain(_START_PATIENCE)
             except OSError as error:
                 files.close()
                 raise StartupError(f"data directory {self.root}: {error}") from error

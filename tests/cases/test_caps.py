@@ -88,7 +88,7 @@ def test_b11_fifty_writers_stay_within_the_caps(tmp_path: Path, memory: bool) ->
 
 
 def test_b11_a_session_overwrites_itself_for_ever(tmp_path: Path) -> None:
-    """With small bodies and with streamed ones, which have to wait in memory for the compaction."""
+    """With small bodies and with streamed ones, which wait with their client for the compaction."""
     cap = 4 << 20
     with Process(tmp_path / "data", "--max-bytes", str(cap)) as process, Raw(process.port) as conn:
         conn.ok("KV.PREFIX.REGISTER", "ns", DIM, "fp16")

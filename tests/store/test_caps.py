@@ -251,6 +251,7 @@ def test_b11_fifty_threads_stay_within_the_caps(tmp_path: Path, memory: bool) ->
 
     def watch() -> None:
         while not done.wait(0.001):
+            assert stream.drain(10)
             info = engine.info()
             if info["vstore_file_bytes"] > cap or info["vstore_sessions"] > sessions:
                 failures.append(
