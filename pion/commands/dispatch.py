@@ -18,7 +18,7 @@ from pion.commands import table
 from pion.commands.commits import Later, settled
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
-from pion.store.caps import ROOM_PATIENCE, ROOM_TRIES
+from pion.store.caps import ROOM_TRIES
 from pion.store.entries import CrowdedError
 from pion.wire.resp import Err, Raw
 
@@ -326,7 +326,7 @@ class Dispatcher:
         Raises:
             OutOfMemoryError: it did not get any in time.
         """
-        end, compactions = time.monotonic() + ROOM_PATIENCE, 0
+        began, compactions = time.monotonic(), 0
         with self.engine.claim() as claim:
             while True:
                 claim.renew(crowded)
@@ -337,7 +337,7 @@ class Dispatcher:
                     except CrowdedError as error:
                         crowded = error.with_traceback(None)  # else it would hold the frames that hold it
                 compactions += crowded.entry is not None
-                if time.monotonic() > end or compactions > ROOM_TRIES:
+                if crowded.waited_enough(began) or compactions > ROOM_TRIES:
                     raise OutOfMemoryError(str(crowded))
 
     async def _relieved(self, crowded: CrowdedError) -> None:

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pion.store")
 
-ROOM_TRIES: Final = 64  # compactions a write waits for,
-ROOM_PATIENCE: Final = 20.0  # and seconds after which it waits for no other one
+ROOM_TRIES: Final = 64  # compactions a write waits for
 _SEARCH_EVERY: Final = 0.1
+_TIGHT: Final = 0.2  # seconds after a write that could not have room in which nobody goes before it is known to do
 _SETTLE: Final = 0.5  # seconds that a record which had to be written waits at most until it stands below the cap
 _SPARE_SHARE: Final = 32  # dead bytes of an entry are worth a copy from this part of what lives in it
 
@@ -71,6 +71,7 @@ class Caps:
         claims: writes that wait until removed files are freed.
         searched: until then (monotonic seconds), and until more records than so many have been written, no entry with
             dead bytes is looked for: there was none.
+        tight: until then (monotonic seconds) nobody goes for a write before it is known that it would do.
         evicted: entries that went for them.
         expired: entries whose time to live ended.
     """
@@ -84,6 +85,7 @@ class Caps:
     unlisted: int
     claims: Claims
     searched = (0.0, 0)
+    tight = 0.0
     appended: int
     evicted = 0
     expired = 0
@@ -171,15 +173,19 @@ class Caps:
             )
         evicted = self.evicted
         while self.totals.disk + self.unlisted + held + claimed + grow > most:
-            if self.evicted == evicted + 1:  # one was not enough: before more go, see whether they can be
-                fixed = max(fixed, self.unlisted + self._kept(keep))
-            never = fixed + held + grow > most
+            never = hard = fixed + held + grow > most
+            if self.evicted == evicted + (time.monotonic() >= self.tight):  # before more than one go: would all do?
+                never = hard or self.unlisted + self._kept(keep) + held + grow > most
             if never or not self._evict(keep, f"--max-bytes {most}", mapped=False):
                 if possible and keep is not None:
                     raise self._crowded(keep)
-                if not never and (claimed or self.gone_bytes()[1]):  # who waits for these may be evicted afterwards
+                self.tight = time.monotonic() + _TIGHT
+                if not hard and (claimed or self.gone_bytes()[1]):  # who waits for these may be evicted afterwards
                     raise self._unfreed(key, grow)
-                raise self._refusal(keep, held) if own or again else OutOfMemoryError(self._full())
+                error = self._refusal(keep, held) if own or again else OutOfMemoryError(self._full())
+                if type(error) is OutOfMemoryError and not hard and any(map(self._busy, self.in_use())):
+                    error = CrowdedError(None, str(error), key=key, nbytes=grow, busy=True)
+                raise error
         if not self.fits_now(ahead + grow):
             raise self._unfreed(key, grow, keep, evicted=True)
         self.claims.meet(key)

@@ -80,6 +80,8 @@ def relieve(store: Store, crowded: CrowdedError, patience: float = PATIENCE) -> 
     """
     entry = crowded.entry
     if entry is None:
+        if crowded.busy:
+            time.sleep(_LOOK)
         freed(store)
         return
     with store.lock:

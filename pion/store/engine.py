@@ -25,7 +25,7 @@ from pion._core import stream
 from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, compact, startup
-from pion.store.caps import ROOM_PATIENCE, ROOM_TRIES
+from pion.store.caps import ROOM_TRIES
 from pion.store.claims import Claim
 from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
@@ -311,7 +311,7 @@ class Engine(SessionMethods, PrefixMethods):
             if self.deferred_room:
                 raise
             crowded = error.with_traceback(None)  # else it would hold the frames that hold it
-        end, compactions = time.monotonic() + ROOM_PATIENCE, 0
+        began, compactions = time.monotonic(), 0
         with self.claim() as claim:
             while True:
                 claim.renew(crowded)
@@ -322,7 +322,7 @@ class Engine(SessionMethods, PrefixMethods):
                     except CrowdedError as error:
                         crowded = error.with_traceback(None)
                 compactions += crowded.entry is not None
-                if time.monotonic() > end or compactions > ROOM_TRIES:
+                if crowded.waited_enough(began) or compactions > ROOM_TRIES:
                     raise crowded
 
     def _check_open(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 Sides = Sequence[Side | None]
 NO_SIDES: Final[Sides] = (None, None)  # shared by all entries whose file has not been read, like the next
 NO_STATES: Final[dict[int, Payload]] = {}
+ROOM_PATIENCE: Final = 20.0  # seconds that a write waits for room at most,
+BUSY_PATIENCE: Final = 3.0  # or when there will only be some if others end to write or read
 BLOCK: Final = 4096  # what a file occupies is counted in blocks of this size
 
 
@@ -44,6 +47,7 @@ class CrowdedError(OutOfMemoryError):
         key: of the entry that is written to, where removed files take the room.
         nbytes: needed then.
         evicted: as much was evicted for it; else there was nothing to evict, or only what waits itself.
+        busy: what is left is written or read by others, who may end.
     """
 
     def __init__(
@@ -55,11 +59,16 @@ class CrowdedError(OutOfMemoryError):
         key: bytes = b"",
         nbytes: int = 0,
         evicted: bool = False,
+        busy: bool = False,
     ) -> None:
         super().__init__(text)
         self.entry = entry
         self.keep = keep
-        self.key, self.nbytes, self.evicted = key, nbytes, evicted
+        self.key, self.nbytes, self.evicted, self.busy = key, nbytes, evicted, busy
+
+    def waited_enough(self, began: float) -> bool:
+        """Whether a write that has waited since then (monotonic seconds) is refused now."""
+        return time.monotonic() - began > (BUSY_PATIENCE if self.busy else ROOM_PATIENCE)
 
 
 @dataclass(slots=True)

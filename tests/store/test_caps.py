@@ -411,3 +411,23 @@ def test_b11_nobody_goes_for_a_write_that_is_refused(tmp_path: Path, how: str) -
             engine.v_store(b"new_pk", 0, 0, 14_000, blob[: 14_000 * 2 * DIM], "F16")
         assert engine.info()["vstore_evicted"] <= 1
         del using
+
+
+def test_b11_a_write_waits_for_what_others_are_writing(tmp_path: Path) -> None:
+    """A moment, and nobody else goes meanwhile."""
+    with Engine(tmp_path / "d", max_bytes=4 << 20, ticker=False) as engine:
+        engine.register(b"large", DIM, F16)
+        blob = words(7, 20_000, DIM, F16)
+        sinks = [engine.v_store_open(b"large_pk", 0, 0, 20_000, len(blob))]
+        for number in range(4):
+            fill(engine, b"small%d" % number, rows=256)
+        engine.register(b"new", DIM, F16)
+
+        def end() -> None:
+            engine.v_store_abort(sinks.pop())
+
+        timer = threading.Timer(0.5, end)
+        timer.start()
+        engine.v_store(b"new_pk", 0, 0, 14_000, blob[: 14_000 * 2 * DIM], "F16")
+        timer.join()
+        assert engine.info()["vstore_evicted"] <= 1
