@@ -396,8 +396,7 @@ class Store(Caps):
 
     def release(self, ref: FdRef | None, nbytes: int, generation: int) -> None:
         """Let go of a removed file; its blocks count until they are free."""
-        room = self.files.leaving.pop(generation, None)
-        self._lending.removed(ref, nbytes, generation, stream.Room() if room is None else room)
+        self._lending.removed(ref, nbytes, generation, self.files.leaving.pop(generation, stream.Room()))
 
     def lend(self, generation: int, ref: FdRef) -> None:
         """A client got a descriptor of this file."""
