@@ -18,7 +18,6 @@ from pion.commands import table
 from pion.commands.commits import Later, settled
 from pion.commands.state import CommandStats, ServerState
 from pion.errors import AuthenticationError, CommandError, OutOfMemoryError, StorageError
-from pion.store.caps import ROOM_TRIES
 from pion.store.entries import CrowdedError
 from pion.wire.resp import Err, Raw
 
@@ -314,9 +313,9 @@ class Dispatcher:
         """Runs a write again once there is room. It has changed nothing so far."""
         try:
             return await self._with_room(functools.partial(record.handler, self.context(conn), argv), crowded)
-        except Exception:
+        except Exception:  # whatever it was, and is still: a body that was not published must not stay open
             for arg in argv:
-                if getattr(arg, "on_abort", None) is not None:  # a body that could not be published
+                if getattr(arg, "on_abort", None) is not None:
                     arg.on_abort(arg)
             raise
 
@@ -326,7 +325,6 @@ class Dispatcher:
         Raises:
             OutOfMemoryError: it did not get any in time.
         """
-        began, compactions = time.monotonic(), 0
         with self.engine.claim() as claim:
             while True:
                 claim.renew(crowded)
@@ -336,8 +334,7 @@ class Dispatcher:
                         return await settled(act())
                     except CrowdedError as error:
                         crowded = error.with_traceback(None)  # else it would hold the frames that hold it
-                compactions += crowded.entry is not None
-                if crowded.waited_enough(began) or compactions > ROOM_TRIES:
+                if claim.over(crowded):
                     raise OutOfMemoryError(str(crowded))
 
     async def _relieved(self, crowded: CrowdedError) -> None:

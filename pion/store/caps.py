@@ -10,6 +10,8 @@ waits for the compaction first (CrowdedError), and no write is refused for dead 
 long as that copy fits under the cap. Nor do others go for more of them than the copy takes. When the compaction has
 failed, such a write is refused: else there would be no room for it ever after.
 
+Nor are rows replaced that no compaction could clear away afterwards.
+
 Nobody goes for an entry that can never fit: what is declared to be too large is refused at once, and a record that
 would make its entry alone larger than the cap leaves the others where they are.
 """
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pion.store")
 
-ROOM_TRIES: Final = 64  # compactions a write waits for
 _SEARCH_EVERY: Final = 0.1
 _TIGHT: Final = 0.2  # seconds after a write that could not have room in which nobody goes before it is known to do
 _SETTLE: Final = 0.5  # seconds that a record which had to be written waits at most until it stands below the cap

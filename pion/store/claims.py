@@ -6,13 +6,18 @@ it before: the blocks that are free already belong to the first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from pion.store.entries import CrowdedError, Entry
     from pion.store.store import Store
+
+COMPACTIONS: Final = 64  # that a write waits for,
+ROOM_PATIENCE: Final = 20.0  # and seconds after which it is refused,
+BUSY_PATIENCE: Final = 3.0  # or when there will only be room if others end to write or read
 
 
 class Claims:
@@ -76,6 +81,8 @@ class Claim:
         self._keep: Entry | None = None
         self.key = b""
         self.nbytes = 0
+        self._began = time.monotonic()
+        self._compactions = 0
 
     def __enter__(self) -> Claim:
         return self
@@ -95,6 +102,7 @@ class Claim:
 
     def renew(self, crowded: CrowdedError) -> None:
         """What the write has just been answered."""
+        self._compactions += crowded.entry is not None
         with self._store.lock:
             self._protect(crowded.keep)
             self.key, self.nbytes = crowded.key, crowded.nbytes if crowded.evicted else 0
@@ -110,3 +118,8 @@ class Claim:
             if crowded.entry is not None or not crowded.evicted or not store.gone_bytes()[1]:
                 return True
             return store.fits_now(self.nbytes + store.claims.ahead(self))
+
+    def over(self, crowded: CrowdedError) -> bool:
+        """Whether it has waited long enough: it is refused."""
+        patience = BUSY_PATIENCE if crowded.busy else ROOM_PATIENCE
+        return self._compactions > COMPACTIONS or time.monotonic() - self._began > patience

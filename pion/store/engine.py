@@ -14,7 +14,6 @@ without a socket.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ from pion._core import stream
 from pion._core.keyspace import Keyspace
 from pion.errors import CommandError, StartupError, StorageError
 from pion.store import arrays, compact, startup
-from pion.store.caps import ROOM_TRIES
 from pion.store.claims import Claim
 from pion.store.durability import Upkeep, save_copy
 from pion.store.engine_prefixes import PrefixMethods
@@ -311,7 +309,6 @@ class Engine(SessionMethods, PrefixMethods):
             if self.deferred_room:
                 raise
             crowded = error.with_traceback(None)  # else it would hold the frames that hold it
-        began, compactions = time.monotonic(), 0
         with self.claim() as claim:
             while True:
                 claim.renew(crowded)
@@ -321,8 +318,7 @@ class Engine(SessionMethods, PrefixMethods):
                         return write(*args)
                     except CrowdedError as error:
                         crowded = error.with_traceback(None)
-                compactions += crowded.entry is not None
-                if crowded.waited_enough(began) or compactions > ROOM_TRIES:
+                if claim.over(crowded):
                     raise crowded
 
     def _check_open(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 Sides = Sequence[Side | None]
 NO_SIDES: Final[Sides] = (None, None)  # shared by all entries whose file has not been read, like the next
 NO_STATES: Final[dict[int, Payload]] = {}
-ROOM_PATIENCE: Final = 20.0  # seconds that a write waits for room at most,
-BUSY_PATIENCE: Final = 3.0  # or when there will only be some if others end to write or read
 BLOCK: Final = 4096  # what a file occupies is counted in blocks of this size
 
 
@@ -65,10 +62,6 @@ class CrowdedError(OutOfMemoryError):
         self.entry = entry
         self.keep = keep
         self.key, self.nbytes, self.evicted, self.busy = key, nbytes, evicted, busy
-
-    def waited_enough(self, began: float) -> bool:
-        """Whether a write that has waited since then (monotonic seconds) is refused now."""
-        return time.monotonic() - began > (BUSY_PATIENCE if self.busy else ROOM_PATIENCE)
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ def rig(tmp_path: Path) -> Iterator[Driver]:
         yield driver
 
 
-def waiting(rig: Driver, sock: socket.socket) -> None:
-    """The connection's next STORE waits for its place."""
+def waiting(rig: Driver) -> None:
+    """The next STORE of the newest connection waits for its place."""
     conn = rig.conn()
     rig.call(lambda: conn.data.update(wait=True))
 
@@ -80,7 +80,7 @@ def test_a_body_waits_with_the_peer(rig: Driver, tmp_path: Path, tcp: bool, size
 def test_a_connection_that_ends_while_it_waits_aborts_what_it_is_given(rig: Driver, end: str) -> None:
     sock = rig.connect()
     conn = rig.conn()
-    waiting(rig, sock)
+    waiting(rig)
     sock.sendall(frame("STORE", b"x" * 400_000)[:100_000])
     rig.until(lambda: rig.commands.unplaced)
     if end == "peer":
@@ -102,7 +102,7 @@ def test_a_reply_from_a_file_leaves_while_the_next_body_waits(rig: Driver, tmp_p
     for _ in range(3):
         with rig.connect(buffers=65536) as sock:
             conn = rig.conn()
-            waiting(rig, sock)
+            waiting(rig)
             sock.sendall(frame("FILE", 0, len(content)) + frame("STORE", body)[:50_000])
             head = b"$%d\r\n" % len(content)
             assert receive(sock, len(head)) == head
@@ -118,7 +118,7 @@ def test_closed_while_a_mover_has_it_and_a_place_is_on_its_way(rig: Driver) -> N
     content = rig.commands.content(30 * MIB)
     sock = rig.connect(buffers=65536)
     conn = rig.conn()
-    waiting(rig, sock)
+    waiting(rig)
     sock.sendall(frame("FILE", 0, len(content)) + frame("STORE", b"x" * 400_000)[:50_000])
     assert receive(sock, 1 * MIB)
     sink = place(rig)

@@ -19,7 +19,7 @@ import pytest
 from pion._core import stream
 from pion.errors import OutOfMemoryError
 from pion.limits import FORMATS
-from pion.store import entries, files
+from pion.store import claims, files
 from pion.store.engine import Engine
 from pion.store.entries import SessionNotFoundError
 
@@ -122,7 +122,7 @@ def test_b11_a_write_waits_for_blocks_that_are_being_freed(tmp_path: Path, held:
 def test_b11_what_is_never_freed_refuses_the_write(
     tmp_path: Path, held: HeldUnlinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entries, "ROOM_PATIENCE", 0.5)
+    monkeypatch.setattr(claims, "ROOM_PATIENCE", 0.5)
     with open_engine(tmp_path) as engine:
         names = full(engine)
         state = bytes(left(engine) + 1)
