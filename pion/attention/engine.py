@@ -5,8 +5,9 @@ Nothing here survives the process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,23 @@ __all__ = ["COLD", "HIT", "MISS", "AttentionEngine", "supported"]
 def supported(dim: int) -> bool:
     """Whether heads may have this size."""
     return 0 < dim <= limits.ATTEND_MAX_HEAD_DIM and dim % limits.ATTEND_HEAD_DIM_STEP == 0
+
+
+_NO_ANSWER: Final = (
+    "no answer in fp32: K, V, the query or its sinks hold NaN or infinity, or values so large that their products do"
+)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _quietly(method: Method) -> Method:
+    """What overflows is found in the answer, see `_numbers`; numpy need not warn of it."""
+
+    @functools.wraps(method)
+    def quiet(*args: Any, **named: Any) -> Any:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return method(*args, **named)
+
+    return cast(Method, quiet)
 
 
 class AttentionEngine:
@@ -146,6 +164,7 @@ class AttentionEngine:
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
+    @_quietly
     def query(self, sid: bytes, layer: int, q: F32, *, window: int = -1, sinks: F32 | None = None) -> Part:
         """Attention over the whole prefix, or its window.
 
@@ -157,13 +176,15 @@ class AttentionEngine:
         Returns:
             out (H, M, D) and lse (H, M), natural logarithm.
 
-        Raises (this and the following): ColdMissError, AttentionMissError, ValueError.
+        Raises (this and the following): ColdMissError, AttentionMissError; ValueError, also where an answer would hold
+            NaN or infinity.
         """
         heads, _, dim = q.shape
         found = self.slots.use((sid, layer), heads, dim)
         part = self.backend.dense(found.held, _scaled(q), self._first(found.shape[1], window))
-        return with_sinks(part, _sinks(sinks, q.shape))
+        return _numbers(with_sinks(part, _sinks(sinks, q.shape)))
 
+    @_quietly
     def query_fused(
         self,
         sid: bytes,
@@ -196,7 +217,7 @@ class AttentionEngine:
         found = self.slots.use((sid, layer), kv_heads, dim)
         first = self._first(found.shape[1], window)
         part = self._over_both(found, fold.inward(_scaled(q)), (k_suf, v_suf) if suffix else None, rows, first)
-        return with_sinks(fold.outward(part), _sinks(sinks, q.shape))[0]
+        return _numbers(with_sinks(fold.outward(part), _sinks(sinks, q.shape)))[0]
 
     def _over_both(self, found: Layer, queries: F32, suffix: tuple[F32, F32] | None, rows: int, first: int) -> Part:
         """Attention over the prefix from `first` on, and causally over a suffix: queries (H, share * rows, D)."""
@@ -210,6 +231,7 @@ class AttentionEngine:
         own = self.backend.suffix(*suffix, queries, np.tile(visible, queries.shape[1] // rows))
         return merge([self.backend.dense(found.held, queries, first), own])
 
+    @_quietly
     def query_sparse(
         self,
         sid: bytes,
@@ -244,7 +266,7 @@ class AttentionEngine:
         where = [row[(row >= first) & (row < count)] for row in where]
         queries = _scaled(q)
         sink = _sinks(sinks, (heads, 1, dim))
-        out, lse = self._one(self.backend.picked(found.held, queries, where), sink)
+        out, lse = _numbers(self._one(self.backend.picked(found.held, queries, where), sink))
         if not with_mass:
             return out, np.zeros(heads, np.float32)
         once = [np.unique(row) for row in where]
@@ -252,6 +274,7 @@ class AttentionEngine:
             _, lse = self._one(self.backend.picked(found.held, queries, once), sink)
         return out, _mass(lse, self._all(found, queries[:, None], first, sink)[:, 0])
 
+    @_quietly
     def query_sparse_auto(
         self,
         sid: bytes,
@@ -299,7 +322,7 @@ class AttentionEngine:
             part = fold.outward(self._over_both(found, folded, suffix, 1, first))
         else:
             part = self._over_blocks(found, queries, fold, block, k_top, selector, suffix, first)
-        out, lse = with_sinks(part, sink)
+        out, lse = _numbers(with_sinks(part, sink))
         if not with_mass:
             return out[:, 0], np.zeros(heads, np.float32)
         if whole:
@@ -360,6 +383,18 @@ def _scaled(q: F32) -> F32:
     return scaled
 
 
+def _numbers(part: Part) -> Part:
+    """The part, if it is made of numbers.
+
+    Raises:
+        ValueError: it holds NaN or infinity. A lse of -inf says that nothing was seen.
+    """
+    out, lse = part
+    if not (np.isfinite(out).all() and (lse < np.inf).all()):
+        raise ValueError(_NO_ANSWER)
+    return part
+
+
 def _sinks(sinks: F32 | None, shape: Sequence[int]) -> F32 | None:
     """Sinks as (H, 1) or (H, M)."""
     if sinks is None:
@@ -371,7 +406,8 @@ def _sinks(sinks: F32 | None, shape: Sequence[int]) -> F32 | None:
 
 def _mass(part: F32, whole: F32) -> F32:
     """exp(part - whole), at most 1; 0 where nothing is seen."""
-    with np.errstate(invalid="ignore"):
-        share = np.exp(part - whole)
-    clipped: F32 = np.minimum(np.where(part == -np.inf, np.float32(0), share), np.float32(1))
+    share = np.where(part == -np.inf, np.float32(0), np.exp(part - whole))
+    if np.isnan(share).any():  # keys that were not picked hold what is no number
+        raise ValueError(_NO_ANSWER)
+    clipped: F32 = np.minimum(share, np.float32(1))
     return clipped

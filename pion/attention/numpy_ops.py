@@ -101,12 +101,12 @@ class NumpyBackend:
             )
         # Run by run, out of the arrays as they are: putting the runs together first takes five times as long.
         logits = np.concatenate([queries @ _wide(held.keys[:, :, start:end]) for start, end in runs], axis=2)
-        base, total = _softmax(logits)
+        lse = _softmax(logits)
         out, at = np.zeros(queries.shape, np.float32), 0
         for start, end in runs:
             out += logits[:, :, at : at + end - start] @ _wide(held.values[:, start:end])
             at += end - start
-        return _normal(out, base, total)
+        return out, lse
 
     def picked(self, held: Held, queries: F32, positions: Sequence[NDArray[np.int64]]) -> Part:
         """Attention of one query a head, (H, D), over the keys at its own positions: out (H, D), lse (H,)."""
@@ -185,24 +185,25 @@ def _attend(queries: F32, keys: F32, values: F32, visible: NDArray[np.int64] | N
         logits = queries[:, part] @ keys
         if visible is not None:
             np.copyto(logits, np.float32(-np.inf), where=np.arange(count) >= visible[part, None])
-        base, total = _softmax(logits)
-        out[:, part], lse[:, part] = _normal(logits @ values, base, total)
+        lse[:, part] = _softmax(logits)
+        out[:, part] = logits @ values
     return out, lse
 
 
-def _softmax(logits: F32) -> tuple[F32, F32]:
-    """Turn logits (H, R, N) into weights, in place. Returns (H, R, 1) both: what was subtracted, and their sums."""
+def _softmax(logits: F32) -> F32:
+    """Turn logits (H, R, N) into weights that add up to 1 (0 where all are -inf), in place. Returns the lse (H, R).
+
+    The weights are divided, and not what they are multiplied with: the sum of large values would overflow.
+    """
     top = logits.max(axis=2, keepdims=True)
     base = np.where(np.isfinite(top), top, np.float32(0))
     logits -= base
     np.exp(logits, out=logits)
-    return base, logits.sum(axis=2, keepdims=True)
-
-
-def _normal(out: Any, base: Any, total: Any) -> Part:
-    """The part of weighted sums of values."""
+    total = logits.sum(axis=2, keepdims=True)
+    logits /= np.where(total > 0, total, np.float32(1))
     with np.errstate(divide="ignore"):
-        return out / np.where(total > 0, total, np.float32(1)), (base + np.log(total))[:, :, 0]
+        lse: F32 = (base + np.log(total))[:, :, 0]
+    return lse
 
 
 def calm_blas() -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pion import limits
 from pion.client import assembly, caches, transfer
 from pion.client.attend import Pinned, raise_refused, session, warm
 from pion.client.attend_lanes import VARIABLE
@@ -109,8 +110,10 @@ def loaded(namespace: str, layout: Layout, rows: int) -> Steps[Held]:
     """Have the server hold a stored prefix, unless it does.
 
     Raises:
-        AttendError: it computes no attention, or the prefix is not stored.
+        AttendError: it computes no attention, or not over heads of this size, or the prefix is not stored.
     """
+    if why := _size(layout):
+        raise AttendError(why)
     found = yield from held(namespace)
     if not found.warm(len(layout.rows)) or found.wrong(layout, rows):
         yield from warm(namespace, layout.n_kv_heads, layout.head_dim)
@@ -235,6 +238,8 @@ class Stage2(AttendMethods, LayerMethods):
             return Built(namespace, resident.cache(model, self._options, layout), {}, layout)
         if self._attend.forced == "process":
             raise LaneError(f"{VARIABLE}=process: this process does not hold {namespace!r}; {_ASK}")
+        if why := _size(layout):
+            raise PionMlxCompatError(why)
         remote = {place: rank for rank, place in enumerate(layout.rows)}
         cache, name = self._run(self._slots(model, namespace, prefix_len, layout, identity.hex()))
         try:
@@ -266,6 +271,13 @@ class Stage2(AttendMethods, LayerMethods):
         parts: Parts = yield from transfer.fetch(entry, entry.digest or "", nothing, ((), ()), count, count, self.lanes)
         cache = assembly.built(model, self._options, layout, entry.manifest, parts, count, rows=False)
         return cache, Pinned.of(namespace, entry.digest)
+
+
+def _size(layout: Layout) -> str:
+    """Why the server cannot attend to heads of this size, as a sentence; empty when it can."""
+    if 0 < layout.head_dim <= limits.ATTEND_MAX_HEAD_DIM and layout.head_dim % limits.ATTEND_HEAD_DIM_STEP == 0:
+        return ""
+    return f"this model's heads have {layout.head_dim} values; the server attends to {limits.ATTEND_HEAD_DIMS}"
 
 
 def _check_length(namespace: str, tokens: int, prefix_len: int) -> None:

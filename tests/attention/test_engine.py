@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,45 @@ def test_half_precision_refuses_what_it_cannot_hold() -> None:
     engine.store(b"s", 0, k, k)
     want = ref.attend(wide(k[:, :1]), k, k)[0]
     assert cosine(engine.query(b"s", 0, k[:, :1])[0], want) >= 0.99
+
+
+def test_values_near_the_end_of_fp32(computed_by: str) -> None:
+    """A sum of them overflows, their mean does not. The kernels sum: they refuse."""
+    engine = AttentionEngine(backend="cpu")
+    k, v = normal(0, 2, 300, 16), np.full((2, 300, 16), 3e38, np.float32)
+    engine.store(b"s", 0, k, v)
+    q, heads = normal(1, 2, 16), np.arange(2)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.query(b"s", 0, q[:, None])[0],
+        lambda: engine.query_fused(b"s", 0, q[:, None], k[:, :3], v[:, :3], heads),
+        lambda: engine.query_sparse(b"s", 0, q, np.arange(20).reshape(2, 10), np.full(2, 10))[0],
+        lambda: engine.query_sparse_auto(b"s", 0, q, 16, 2, 2, heads)[0],
+    ]
+    for call in calls:
+        if computed_by == "metal":
+            with pytest.raises(ValueError, match="no answer in fp32"):
+                call()
+        else:
+            np.testing.assert_allclose(call(), 3e38, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_what_has_no_answer_is_refused(bad: float) -> None:
+    engine = AttentionEngine(backend="cpu")
+    k, v = normal(0, 2, 40, 16), normal(1, 2, 40, 16)
+    k[1, 7] = bad
+    engine.store(b"s", 0, k, v)
+    q, heads = np.full((2, 16), 9, np.float32), np.arange(2)
+    everything = np.tile(np.arange(40), (2, 1))
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.query(b"s", 0, q[:, None]),
+        lambda: engine.query_fused(b"s", 0, q[:, None], k, v, heads),
+        lambda: engine.query_sparse(b"s", 0, q, everything, np.full(2, 40)),
+        lambda: engine.query_sparse_auto(b"s", 0, q, 16, 9, 2, heads),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="no answer in fp32"):
+            call()
 
 
 def test_queries_go_on_while_layers_come_and_go() -> None:

@@ -385,6 +385,20 @@ def test_models_without_rows_are_refused_by_name(server: Any) -> None:
         client_of(server, families.tiny("llama"), softmax_bitexact=True)
 
 
+def test_heads_of_a_size_that_the_server_does_not_know(
+    server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.tiny_llama(hidden_size=48)
+    with client_of(server, model) as pc:
+        pc.get_or_prefill(IDS, "twelve")
+        assert "heads have 12 values; the server attends to multiples of 8 up to 512" in caplog.text
+        want = models.greedy(model, plain_cache(model, IDS), SUFFIX, 5)
+        assert models.greedy(model, make_pion_prompt_cache(model, "twelve", pc, 150), SUFFIX, 5) == want  # in process
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+    with client_of(server, model) as pc, pytest.raises(PionMlxCompatError, match="heads have 12 values"):
+        make_pion_prompt_cache(model, "twelve", pc, 150)
+
+
 def test_a_server_without_attention_costs_only_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = families.tiny("llama")
     with Process(tmp_path, "--attention", "off") as process, client_of(process, model) as pc:
