@@ -12,7 +12,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -101,12 +101,16 @@ class NumpyBackend:
             )
         # Run by run, out of the arrays as they are: putting the runs together first takes five times as long.
         logits = np.concatenate([queries @ _wide(held.keys[:, :, start:end]) for start, end in runs], axis=2)
-        lse = _softmax(logits)
-        out, at = np.zeros(queries.shape, np.float32), 0
-        for start, end in runs:
-            out += logits[:, :, at : at + end - start] @ _wide(held.values[:, start:end])
-            at += end - start
-        return out, lse
+        lse, total = _softmax(logits)
+
+        def product(weights: F32) -> F32:
+            out, at = np.zeros(queries.shape, np.float32), 0
+            for start, end in runs:
+                out += weights[:, :, at : at + end - start] @ _wide(held.values[:, start:end])
+                at += end - start
+            return out
+
+        return _mean(logits, total, product), lse
 
     def picked(self, held: Held, queries: F32, positions: Sequence[NDArray[np.int64]]) -> Part:
         """Attention of one query a head, (H, D), over the keys at its own positions: out (H, D), lse (H,)."""
@@ -185,25 +189,30 @@ def _attend(queries: F32, keys: F32, values: F32, visible: NDArray[np.int64] | N
         logits = queries[:, part] @ keys
         if visible is not None:
             np.copyto(logits, np.float32(-np.inf), where=np.arange(count) >= visible[part, None])
-        lse[:, part] = _softmax(logits)
-        out[:, part] = logits @ values
+        lse[:, part], total = _softmax(logits)
+        out[:, part] = _mean(logits, total, lambda weights: weights @ values)
     return out, lse
 
 
-def _softmax(logits: F32) -> F32:
-    """Turn logits (H, R, N) into weights that add up to 1 (0 where all are -inf), in place. Returns the lse (H, R).
-
-    The weights are divided, and not what they are multiplied with: the sum of large values would overflow.
-    """
+def _softmax(logits: F32) -> tuple[F32, F32]:
+    """Turn logits (H, R, N) into weights, in place. Returns the lse (H, R) and the sums of the weights, (H, R, 1)."""
     top = logits.max(axis=2, keepdims=True)
     base = np.where(np.isfinite(top), top, np.float32(0))
     logits -= base
     np.exp(logits, out=logits)
     total = logits.sum(axis=2, keepdims=True)
-    logits /= np.where(total > 0, total, np.float32(1))
     with np.errstate(divide="ignore"):
-        lse: F32 = (base + np.log(total))[:, :, 0]
-    return lse
+        return (base + np.log(total))[:, :, 0], total
+
+
+def _mean(weights: F32, total: F32, product: Callable[[F32], F32]) -> F32:
+    """The weighted mean, of weights that add up to `total`, given their product with the values."""
+    divisor = np.where(total > 0, total, np.float32(1))
+    out: F32 = product(weights) / divisor
+    if np.isfinite(out).all():
+        return out
+    weights /= divisor  # the sum of large values overflows, their mean does not
+    return product(weights)
 
 
 def calm_blas() -> None:
