@@ -208,7 +208,7 @@ def _softmax(logits: F32) -> tuple[F32, F32]:
 def _mean(weights: F32, total: F32, product: Callable[[F32], F32]) -> F32:
     """The weighted mean, of weights that add up to `total`, given their product with the values."""
     divisor = np.where(total > 0, total, np.float32(1))
-    out: F32 = product(weights) / divisor
+    out: F32 = np.divide(product(weights), divisor, dtype=np.float32)
     if np.isfinite(out).all():
         return out
     weights /= divisor  # the sum of large values overflows, their mean does not
