@@ -90,7 +90,7 @@ demo: $(STAMPS)/core $(STAMPS)/model
 test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-test-all: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/model
+test-all: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/gemma
 	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 
 mlx-matrix: $(STAMPS)/core
