@@ -140,46 +140,39 @@ def _relieved(store: Store, entry: Entry, seen: int, end: float) -> bool:
 
 def _compact(store: Store, entry: Entry, patient: bool, forced: bool) -> bool:
     loader.precheck(store, entry)
-    job, need = _begin(store, entry, patient, forced)
+    job = _begin(store, entry, patient, forced)
     if job is None:
         return False
     try:
         return job.run()
     finally:
         job.close()
-        with store.lock:
-            entry.compacting = False
-            store.settled.notify_all()
-            store.totals.disk -= need + entry.doubled
-            entry.doubled = 0
 
 
-def _begin(store: Store, entry: Entry, patient: bool, forced: bool) -> tuple[_Job | None, int]:
+def _begin(store: Store, entry: Entry, patient: bool, forced: bool) -> _Job | None:
     """Take the room for a copy and begin it; None: there is none now."""
     with store.lock:
         if patient:
             store.settled.wait_for(lambda: not entry.compacting)
         if entry.gone or entry.rows is None or entry.writers or entry.compacting:
-            return None, 0
+            return None
         need = copy_size(entry)
         full = store.totals.disk + store.gone_bytes()[0] + need > store.max_bytes
         if full and not forced and need > store.max_bytes // 8:
-            return None, 0  # others would have to go for it
+            return None  # others would have to go for it
         try:
             store.make_room(need, entry)
         except CommandError:
-            return None, 0
+            return None
         loader.check_all(store, entry)  # a damaged payload must not get a fresh checksum
-        job = _Job(store, entry)
-        entry.compacting = True
-        store.totals.disk += need  # both files are on the disk for a while
-        return job, need
+        return _Job(store, entry, need)
 
 
 class _Job:
-    """One compaction: the old file as it was at the beginning, and the new one."""
+    """One compaction: the old file as it was at the beginning, and the new one. For a while both are on the disk: `need`
+    bytes more count, until the new one counts as the entry's, or as removed. The lock is held."""
 
-    def __init__(self, store: Store, entry: Entry) -> None:
+    def __init__(self, store: Store, entry: Entry, need: int) -> None:
         assert entry.rows is not None
         self.store, self.entry = store, entry
         self.source, self.seen, self.seed = store.ref(entry), entry.size, entry.seed
@@ -196,6 +189,9 @@ class _Job:
         self.swapped = False
         self.at = self.base = 0
         self.durable = (0, 0)  # what is on the medium: up to here of the old file, standing up to there in the new one
+        self.need, self.ended = need, False
+        entry.compacting = True
+        store.totals.disk += need
 
     def run(self) -> bool:
         """Copy, catch up with what is appended meanwhile, swap."""
@@ -232,13 +228,25 @@ class _Job:
 
     def close(self) -> None:
         """Remove the new file unless it was swapped in."""
-        if not self.swapped:
-            if self.temporary:
+        try:
+            if not self.swapped and self.temporary:
                 self.store.files.remove(self.temporary)
+        finally:
             with self.store.lock:
-                written = max(self.at, os.fstat(self.target.fileno()).st_blocks * 512)
-                self.store.release(self.target, written, self.fresh.generation)
+                if not self.swapped:
+                    written = max(self.at, os.fstat(self.target.fileno()).st_blocks * 512)
+                    self.store.release(self.target, written, self.fresh.generation)
+                self._end()
         del self.source, self.target  # else whoever keeps the error of a compaction that failed would keep the files
+
+    def _end(self) -> None:
+        """The copy counts as something else from now on. The lock is held."""
+        if not self.ended:
+            self.ended = True
+            self.store.totals.disk -= self.need + self.entry.doubled
+            self.entry.doubled = 0
+            self.entry.compacting = False
+            self.store.settled.notify_all()
 
     def _possible(self) -> bool:
         entry = self.entry
@@ -296,6 +304,7 @@ class _Job:
         store.recounted(entry, change)
         entry.synced = self.durable[1]
         store.release(old, nbytes, generation)
+        self._end()
         if store.index is not None:
             store.index.put(entry.key, entry.figures(clean=False))
         store.opened(entry)

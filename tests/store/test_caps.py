@@ -323,6 +323,47 @@ def test_what_a_compaction_copies_is_charged_twice(tmp_path: Path, monkeypatch: 
         assert engine.info()["vstore_file_bytes"] == engine._store.entries[b"pns"].disk
 
 
+@pytest.mark.parametrize("how", ["done", "given up", "dropped"])
+def test_b11_no_file_is_counted_twice_behind_a_compaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its copy is the entry's from the moment that the other one has been removed: whoever looks in between, or needs
+    room, sees it once."""
+    told: list[tuple[int, int]] = []
+    with Engine(tmp_path / "d", appendfsync="no", ticker=False) as engine:
+        fill(engine, b"ns", rows=256)
+        store = engine._store
+
+        def look() -> None:
+            with store.lock:
+                told.append((store.totals.disk, sum(entry.disk for entry in store.entries.values())))
+
+        flush, close = compact._Job._flush, compact._Job.close
+
+        def at_work(job: compact._Job) -> None:
+            flush(job)
+            engine.v_store(b"ns_pv", 0, 0, 256, words(8, 256, DIM, F16), "F16")  # charged for both
+            if how == "dropped":
+                engine.drop(b"ns")
+
+        def closing(job: compact._Job) -> None:
+            if job.swapped:
+                look()
+            close(job)
+            look()
+
+        monkeypatch.setattr(compact._Job, "_flush", at_work)
+        monkeypatch.setattr(compact._Job, "close", closing)
+        if how == "given up":
+            monkeypatch.setattr(compact._Job, "_possible", lambda _: False)
+        else:
+            monkeypatch.setattr(compact, "_ROUNDS", 1)
+        assert engine.compact(b"ns") == (how == "done")
+        look()
+    assert len(told) == (3 if how == "done" else 2)
+    assert all(counted == held for counted, held in told), told
+
+
 def test_b11_files_that_were_not_listed_yet_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(tmp_path / "d", ticker=False) as engine:
         for i in range(10):
