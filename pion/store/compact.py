@@ -169,8 +169,10 @@ def _begin(store: Store, entry: Entry, patient: bool, forced: bool) -> _Job | No
 
 
 class _Job:
-    """One compaction: the old file as it was at the beginning, and the new one. For a while both are on the disk: `need`
-    bytes more count, until the new one counts as the entry's, or as removed. The lock is held."""
+    """One compaction: the old file as it was at the beginning, and the new one.
+
+    For a while both are on the disk: `need` bytes more count, until the new one counts as the entry's or as removed.
+    """
 
     def __init__(self, store: Store, entry: Entry, need: int) -> None:
         assert entry.rows is not None
