@@ -182,7 +182,7 @@ class AttentionEngine:
         heads, _, dim = q.shape
         found = self.slots.use((sid, layer), heads, dim)
         part = self.backend.dense(found.held, _scaled(q), self._first(found.shape[1], window))
-        return _numbers(with_sinks(part, _sinks(sinks, q.shape)))
+        return _with_sinks(part, _sinks(sinks, q.shape))
 
     @_quietly
     def query_fused(
@@ -217,7 +217,7 @@ class AttentionEngine:
         found = self.slots.use((sid, layer), kv_heads, dim)
         first = self._first(found.shape[1], window)
         part = self._over_both(found, fold.inward(_scaled(q)), (k_suf, v_suf) if suffix else None, rows, first)
-        return _numbers(with_sinks(fold.outward(part), _sinks(sinks, q.shape)))[0]
+        return _with_sinks(fold.outward(part), _sinks(sinks, q.shape))[0]
 
     def _over_both(self, found: Layer, queries: F32, suffix: tuple[F32, F32] | None, rows: int, first: int) -> Part:
         """Attention over the prefix from `first` on, and causally over a suffix: queries (H, share * rows, D)."""
@@ -266,7 +266,8 @@ class AttentionEngine:
         where = [row[(row >= first) & (row < count)] for row in where]
         queries = _scaled(q)
         sink = _sinks(sinks, (heads, 1, dim))
-        out, lse = _numbers(self._one(self.backend.picked(found.held, queries, where), sink))
+        some = np.array([len(row) > 0 for row in where])
+        out, lse = self._one(_numbers(self.backend.picked(found.held, queries, where), some), sink)
         if not with_mass:
             return out, np.zeros(heads, np.float32)
         once = [np.unique(row) for row in where]
@@ -322,7 +323,7 @@ class AttentionEngine:
             part = fold.outward(self._over_both(found, folded, suffix, 1, first))
         else:
             part = self._over_blocks(found, queries, fold, block, k_top, selector, suffix, first)
-        out, lse = _numbers(with_sinks(part, sink))
+        out, lse = _with_sinks(part, sink, whole)
         if not with_mass:
             return out[:, 0], np.zeros(heads, np.float32)
         if whole:
@@ -369,7 +370,7 @@ class AttentionEngine:
 
     def _one(self, part: Part, sink: F32 | None) -> Part:
         """`with_sinks` for one query a head."""
-        out, lse = with_sinks((part[0][:, None], part[1][:, None]), sink)
+        out, lse = _with_sinks((part[0][:, None], part[1][:, None]), sink, False)
         return out[:, 0], lse[:, 0]
 
     def _all(self, found: Layer, queries: F32, first: int, sink: F32 | None) -> F32:
@@ -383,16 +384,25 @@ def _scaled(q: F32) -> F32:
     return scaled
 
 
-def _numbers(part: Part) -> Part:
+def _numbers(part: Part, some: NDArray[np.bool_] | bool = True) -> Part:
     """The part, if it is made of numbers.
 
+    Args:
+        some: whether a key was seen: only else may the lse be -inf.
+
     Raises:
-        ValueError: it holds NaN or infinity. A lse of -inf says that nothing was seen.
+        ValueError: it holds NaN or infinity.
     """
     out, lse = part
-    if not (np.isfinite(out).all() and (lse < np.inf).all()):
+    if not (np.isfinite(out).all() and (np.isfinite(lse) | (np.logical_not(some) & (lse < 0))).all()):
         raise ValueError(_NO_ANSWER)
     return part
+
+
+def _with_sinks(part: Part, sinks: F32 | None, some: bool = True) -> Part:
+    """`with_sinks` of numbers, see `_numbers`."""
+    part = _numbers(part, some)
+    return part if sinks is None else _numbers(with_sinks(part, sinks), some)
 
 
 def _sinks(sinks: F32 | None, shape: Sequence[int]) -> F32 | None:

@@ -168,6 +168,40 @@ def test_what_has_no_answer_is_refused(bad: float) -> None:
             call()
 
 
+def test_keys_that_all_overflow_downwards_are_not_taken_for_none() -> None:
+    """-inf says that nothing was seen; here all was."""
+    engine = AttentionEngine(backend="cpu")
+    k, v = np.full((2, 20, 16), -3e38, np.float32), normal(1, 2, 20, 16)
+    engine.store(b"s", 0, k, v)
+    q, heads, picks = np.full((2, 16), 9, np.float32), np.arange(2), np.arange(4).reshape(2, 2)
+    sinks = np.zeros(2, np.float32)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.query(b"s", 0, q[:, None]),
+        lambda: engine.query(b"s", 0, q[:, None], sinks=sinks),
+        lambda: engine.query_fused(b"s", 0, q[:, None], k[:, :0], v[:, :0], heads),
+        lambda: engine.query_sparse(b"s", 0, q, picks, np.array([0, 2]), with_mass=False),
+        lambda: engine.query_sparse_auto(b"s", 0, q, 4, 9, 2, heads, with_mass=False),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="no answer in fp32"):
+            call()
+    none = np.zeros(2, np.int32)
+    for sink in (None, np.full(2, -np.inf, np.float32), sinks):
+        out, _ = engine.query_sparse(b"s", 0, q, picks, none, sinks=sink, with_mass=False)
+        assert not out.any()  # nothing was picked
+
+
+def test_the_mass_of_keys_beside_one_that_is_no_number_is_refused() -> None:
+    engine, k, v = stored(40, 2, 16)
+    k = k.copy()
+    k[1, 33] = np.nan
+    engine.store(b"s", 0, k, v)
+    q, picks = normal(5, 2, 16), np.arange(4).reshape(2, 2)
+    assert np.isfinite(engine.query_sparse(b"s", 0, q, picks, np.full(2, 2), with_mass=False)[0]).all()
+    with pytest.raises(ValueError, match="no answer in fp32"):
+        engine.query_sparse(b"s", 0, q, picks, np.full(2, 2))
+
+
 def test_queries_go_on_while_layers_come_and_go() -> None:
     engine = AttentionEngine(backend="cpu", warm_slots=2)
     k, v = normal(1, 2, 50, 16), normal(2, 2, 50, 16)
